@@ -1,0 +1,1 @@
+"""Serves causal language models to many clients at once by continuous batching."""

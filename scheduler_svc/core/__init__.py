@@ -1,0 +1,1 @@
+"""The pure scheduler: standard library and numpy only; no clock, no randomness, no input/output."""

@@ -1,0 +1,76 @@
+"""A request as the core knows it: what was asked, what is known so far, where it stands.
+
+While a request holds a row, its two cursors (what has been scheduled, what has come back) and
+all else that every step needs live in `Rows`, as arrays; here is what a step does not touch.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+NO_ROW: Final = -1
+
+
+class RequestState(enum.StrEnum):
+    PENDING = "PENDING"  # holds no row and no blocks
+    PREFILLING = "PREFILLING"  # part of its known tokens has no KV yet
+    DECODING = "DECODING"  # every known token is scheduled; each step samples one more
+    FINISHED = "FINISHED"  # ended, perhaps still named by a plan in flight
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose tokens; every value is resolved and valid (the API checks them)."""
+
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # 0 <= seed < 2^63
+    stop_token_ids: frozenset[int] = frozenset()  # EOS included, unless it is to be ignored
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """What the API accepted, before admission by the core."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]  # at least one
+    max_tokens: int  # at least 1
+    sampling: Sampling = field(default_factory=Sampling)
+    priority: int = 0  # lower first
+    cache_salt: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A live request. Arrival is a ticket number, never a wall clock."""
+
+    request_id: str
+    ticket: int
+    token_ids: list[int]  # prompt, then what has come back; never a placeholder
+    num_prompt_tokens: int
+    max_total_tokens: int  # prompt + max_tokens
+    sampling: Sampling
+    priority: int = 0
+    cache_salt: str = ""
+
+    state: RequestState = RequestState.PENDING
+    row: int = NO_ROW
+    num_in_flight: int = 0  # plans that name this request and have not returned
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the token that ended it, if one did
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens

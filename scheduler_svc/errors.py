@@ -1,0 +1,68 @@
+"""Every way in which a request can fail, and the gRPC status it becomes.
+
+    ChairliftError
+    ├── RequestRejected    INVALID_ARGUMENT     names the field, the value and the limit
+    ├── NotImplementedYet  UNIMPLEMENTED        names what is not there yet
+    ├── DuplicateRequest   ALREADY_EXISTS       the id belongs to a live request
+    ├── UnknownRequest     NOT_FOUND            no live request has that id
+    ├── QueueFull          RESOURCE_EXHAUSTED   with RetryInfo
+    ├── Paused             FAILED_PRECONDITION
+    ├── Unavailable        UNAVAILABLE          draining, or no worker and none expected
+    └── RequestFailed      INTERNAL             this request made the worker fail, by name
+
+A client that goes away is no error but an abort, and a lost worker is not an error of its
+requests: they run again. A broken invariant is a crash, never a status.
+"""
+
+from __future__ import annotations
+
+
+class ChairliftError(Exception):
+    """What is told to the client; `str()` is a sentence that says what to do next."""
+
+
+class RequestRejected(ChairliftError):
+    """A field of a request has a value that is not allowed."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        super().__init__(f"{field} is {_short(value)}; allowed: {allowed}")
+        self.field = field
+
+
+class NotImplementedYet(ChairliftError):
+    """Part of the API that this version does not have."""
+
+
+class DuplicateRequest(ChairliftError):
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"request_id {request_id!r} belongs to a live request; choose another")
+
+
+class UnknownRequest(ChairliftError):
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"no live request has the id {request_id!r}")
+
+
+class QueueFull(ChairliftError):
+    """`retry_seconds` is what RetryInfo tells the client."""
+
+    def __init__(self, waiting: int, limit: int, retry_seconds: float = 1.0) -> None:
+        super().__init__(f"{waiting} requests are waiting; max_queue_size is {limit}: retry later")
+        self.retry_seconds = retry_seconds
+
+
+class Paused(ChairliftError):
+    pass
+
+
+class Unavailable(ChairliftError):
+    pass
+
+
+class RequestFailed(ChairliftError):
+    pass
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:100]}… ({len(text)} characters)"
