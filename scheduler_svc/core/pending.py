@@ -1,0 +1,60 @@
+"""Requests that wait for a row, in the order in which they are to get one.
+
+A heap with lazy deletion: adding costs O(log n), removing O(1), and looking at the first k, which
+is all that a step does, O(k log k), however many wait behind them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from scheduler_svc.core.request import Request
+
+
+class PendingQueue:
+    """An ordered set of requests. Not a FIFO: a request that was reset returns to its place."""
+
+    def __init__(self) -> None:
+        # (urgency, ticket, serial): the serial tells an entry from a removed one of the same
+        # request, and is unique, so that requests are never compared
+        self._heap: list[tuple[tuple[int, int, int], Request]] = []
+        self._live: dict[str, int] = {}  # request_id → serial
+        self._next_serial = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._live
+
+    def add(self, request: Request, urgency: int = 0) -> None:
+        """Puts a request in its place: by urgency (lower first), then by arrival."""
+        assert request not in self, f"{request.request_id} is already waiting"
+        self._live[request.request_id] = self._next_serial
+        key = (urgency, request.ticket, self._next_serial)
+        self._next_serial += 1
+        heapq.heappush(self._heap, (key, request))
+
+    def remove(self, request: Request) -> None:
+        del self._live[request.request_id]
+        if len(self._heap) > 2 * len(self._live) + 64:
+            self._heap = [entry for entry in self._heap if self._is_live(*entry)]
+            heapq.heapify(self._heap)
+        while self._heap and not self._is_live(*self._heap[0]):
+            heapq.heappop(self._heap)
+
+    def in_order(self) -> Iterator[Request]:
+        """The requests, first to last; nothing is changed, and only what is read is paid for."""
+        frontier = [(self._heap[0][0], 0)] if self._heap else []
+        while frontier:
+            key, place = heapq.heappop(frontier)
+            request = self._heap[place][1]
+            if self._is_live(key, request):
+                yield request
+            for child in (2 * place + 1, 2 * place + 2):
+                if child < len(self._heap):
+                    heapq.heappush(frontier, (self._heap[child][0], child))
+
+    def _is_live(self, key: tuple[int, int, int], request: Request) -> bool:
+        return self._live.get(request.request_id) == key[2]

@@ -1,0 +1,100 @@
+"""What a step needs of every running request, as arrays indexed by row.
+
+A row is a request's fixed place, here and in the worker's per-request tables, from admission
+until no plan in flight names it. A decode step is then a few array operations, not a Python loop
+over requests.
+
+The two cursors are never mixed: `computed` is what has been *scheduled* (KV stored, or to be
+stored by plans in flight), `known` is what has *come back*.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from protos.plan import Int32
+from scheduler_svc.core.request import NO_ROW, Request
+
+
+class Rows:
+    """The rows' arrays; N rows, G cache groups, W columns of a block table."""
+
+    def __init__(self, num_rows: int, num_groups: int, table_width: int) -> None:
+        self.num_rows = num_rows
+        self.computed = np.zeros(num_rows, np.int32)  # [N] tokens scheduled
+        self.known = np.zeros(num_rows, np.int32)  # [N] len(token_ids)
+        self.outstanding = np.zeros(num_rows, np.int32)  # [N] samples planned, not returned
+        self.limit = np.zeros(num_rows, np.int32)  # [N] prompt + max_tokens
+        self.last_token = np.zeros(num_rows, np.int32)  # [N] token_ids[-1]
+        self.is_decoding = np.zeros(num_rows, np.bool_)  # [N] all known tokens are scheduled
+        self.is_finished = np.zeros(num_rows, np.bool_)  # [N] ended, but a plan names the row
+        self.num_in_flight = np.zeros(num_rows, np.int32)  # [N] plans that name the row
+        self.generation = np.zeros(num_rows, np.int32)  # [N] counts the tenants that have left
+
+        self.temperature = np.zeros(num_rows, np.float32)  # [N]
+        self.top_k = np.zeros(num_rows, np.int32)  # [N]
+        self.top_p = np.ones(num_rows, np.float32)  # [N]
+        self.min_p = np.zeros(num_rows, np.float32)  # [N]
+        self.seed = np.zeros(num_rows, np.uint64)  # [N]
+        self.sibling = np.zeros(num_rows, np.uint64)  # [N]
+
+        self.table = np.zeros((num_groups, num_rows, table_width), np.int32)  # [G, N, W] blocks
+        self.table_len = np.zeros((num_groups, num_rows), np.int32)  # [G, N]
+
+        self.running: dict[int, Request] = {}  # row → request, in order of admission
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._order: Int32 | None = None
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def order(self) -> Int32:
+        """The rows in use, in order of admission. [number running]"""
+        if self._order is None:
+            self._order = np.fromiter(self.running, np.int32, len(self.running))
+        return self._order
+
+    def next_free(self, count: int) -> list[int]:
+        """The rows that the next `count` admissions will get, in order."""
+        return self._free[: -count - 1 : -1] if count else []
+
+    def assign(self, request: Request) -> int:
+        """Gives a pending request a row, with nothing computed and empty block tables."""
+        row = self._free.pop()
+        request.row = row
+        self.running[row] = request
+        self._order = None
+        self.computed[row] = 0
+        self.known[row] = len(request.token_ids)
+        self.outstanding[row] = 0
+        self.limit[row] = request.max_total_tokens
+        self.last_token[row] = request.token_ids[-1]
+        self.is_decoding[row] = False
+        self.is_finished[row] = False
+        self.num_in_flight[row] = 0
+        self.table_len[:, row] = 0
+        sampling = request.sampling
+        self.temperature[row] = sampling.temperature
+        self.top_k[row] = sampling.top_k
+        self.top_p[row] = sampling.top_p
+        self.min_p[row] = sampling.min_p
+        self.seed[row] = sampling.seed
+        self.sibling[row] = 0
+        return row
+
+    def vacate(self, request: Request) -> None:
+        """Takes the row back; its block tables must be empty."""
+        row = request.row
+        assert not self.table_len[:, row].any(), f"row {row} still owns blocks"
+        del self.running[row]
+        self.generation[row] += 1  # plans in flight that name the row mean the old tenant
+        self._order = None
+        self._free.append(row)
+        request.num_in_flight = int(self.num_in_flight[row])
+        request.row = NO_ROW
+
+    def blocks_of(self, group: int, row: int) -> Int32:
+        """The row's block table in a group. [table_len]"""
+        table: Int32 = self.table[group, row, : self.table_len[group, row]]
+        return table

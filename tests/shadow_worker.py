@@ -1,0 +1,198 @@
+"""A stand-in for a worker and its model, in numpy: it decodes real plans, and every token it
+emits depends on the request's whole history *as read back through the block table*.
+
+KV is one int64 per slot, filled with garbage. A token at position p stores
+
+    h_p = mix(h_{p-1}, token_p)          h_{p-1} read through the table
+
+and the token sampled there is mix(sum over j <= p of (2j + 1) h_j, u) mod vocab, each h_j again
+read through the table. A wrong table, slot, length, chunk edge, early reuse or swapped row thus
+changes a token, now or a few steps later. `expected_tokens` computes the same from the request's
+tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from protos.plan import (
+    PADDING_READ_CHUNK,
+    UNKNOWN_TOKEN,
+    StepPlan,
+    StepResult,
+    decode_plan,
+    decode_result,
+    encode_plan,
+    encode_result,
+)
+from scheduler_svc.core.limits import Geometry
+from scheduler_svc.core.seeds import uniforms
+
+_UInt64 = npt.NDArray[np.uint64]
+_START = np.uint64(0x243F6A8885A308D3)
+
+
+def _mix(a: _UInt64, b: _UInt64) -> _UInt64:
+    with np.errstate(over="ignore"):
+        x = (a ^ (b + np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(32))
+
+
+class ShadowWorker:
+    """Executes plans over `geometry`'s memory; vocabulary [0, vocab_size)."""
+
+    def __init__(self, geometry: Geometry, num_rows: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.page_size = geometry.page_size
+        garbage = np.random.default_rng(0)
+        self.kv = [
+            garbage.integers(1, 2**63, geometry.num_chunks * group.blocks_per_chunk
+                             * geometry.page_size, dtype=np.uint64)
+            for group in geometry.groups
+        ]
+        self.reserved = [2 * group.blocks_per_chunk for group in geometry.groups]
+        self.last_token = np.full(num_rows, UNKNOWN_TOKEN, np.int32)
+        self.last_step = -1
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Runs a plan, after taking it over the wire and before sending the result back."""
+        plan = decode_plan(plan.step_id, plan.awaits_mask, *encode_plan(plan))
+        result = self._step(plan)
+        return decode_result(
+            result.step_id, result.device_microseconds, result.queue_microseconds,
+            *encode_result(result),
+        )
+
+    def _step(self, plan: StepPlan) -> StepResult:
+        assert plan.step_id == self.last_step + 1, (plan.step_id, self.last_step)
+        self.last_step = plan.step_id
+        counts = np.diff(plan.query_start_loc)
+        assert (counts > 0).all()
+        assert len(set(plan.rows.tolist())) == len(plan.rows), "a row twice in one step"
+        self.last_token[plan.init_rows] = UNKNOWN_TOKEN
+        tokens = plan.token_ids.copy()
+        row_of_token = np.repeat(plan.rows, counts)
+        unknown = tokens == UNKNOWN_TOKEN
+        tokens[unknown] = self.last_token[row_of_token[unknown]]
+        assert ((tokens >= 0) & (tokens < self.vocab_size)).all(), "a token that nobody sampled"
+
+        sums = None
+        for group, kv in enumerate(self.kv):
+            seen = self._attend(plan, group, kv, tokens, counts)
+            sums = seen if sums is None else _mix(sums, seen)
+        assert sums is not None
+        place = np.searchsorted(plan.query_start_loc, plan.logits_indices, side="right") - 1
+        assert (plan.logits_indices == plan.query_start_loc[1:][place] - 1).all()
+        sampled_place = place[plan.sample_logits]
+        assert (plan.rows[sampled_place] == plan.sample_rows).all()
+        token_ids = choose(sums[sampled_place], plan.u, plan.temperature, self.vocab_size)
+        self.last_token[plan.sample_rows] = token_ids
+        samples = len(token_ids)
+        return StepResult(
+            step_id=plan.step_id,
+            device_microseconds=0,
+            queue_microseconds=0,
+            token_ids=token_ids,
+            is_finite=np.ones(len(plan.rows), np.int32),
+            logprobs=np.zeros(samples, np.float32),
+            ranks=np.zeros(samples, np.int32),
+            top_start=np.zeros(samples + 1, np.int32),
+            top_ids=np.zeros(0, np.int32),
+            top_logprobs=np.zeros(0, np.float32),
+        )
+
+    def _attend(
+        self,
+        plan: StepPlan,
+        group: int,
+        kv: _UInt64,
+        tokens: npt.NDArray[np.int32],
+        counts: npt.NDArray[np.int32],
+    ) -> _UInt64:
+        """Writes the step's history and reads all of it back: a sum per row. [R]"""
+        start = plan.table_start[group]
+        assert (plan.blocks[start[0] : start[-1]] >= self.reserved[group]).all(), "reserved block"
+        assert (np.diff(start) == -(-plan.seq_lens // self.page_size)).all(), "table length"
+        assert (plan.first_positions[group] == 0).all()
+        # slots of every position of every row, in order of position: [sum of table lengths, page]
+        slots = (
+            plan.blocks[start[0] : start[-1], None].astype(np.int64) * self.page_size
+            + np.arange(self.page_size)
+        ).reshape(-1)
+        base = (start[:-1] - start[0]).astype(np.int64) * self.page_size  # [R] into slots
+        first = plan.seq_lens - counts
+        for turn in range(int(counts.max(initial=0))):
+            active = np.flatnonzero(counts > turn)
+            position = first[active] + turn
+            before = kv[slots[base[active] + np.maximum(position - 1, 0)]]
+            before = np.where(position == 0, _START, before)
+            token = tokens[plan.query_start_loc[active] + turn].astype(np.uint64)
+            kv[slots[base[active] + position]] = _mix(before, token)
+        lengths = plan.seq_lens.astype(np.int64)
+        row = np.repeat(np.arange(len(lengths)), lengths)
+        position = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        with np.errstate(over="ignore"):
+            terms = kv[slots[base[row] + position]] * (2 * position + 1).astype(np.uint64)
+            return np.add.reduceat(terms, np.cumsum(lengths) - lengths)
+
+    def check_reserved(self, pristine: list[_UInt64]) -> None:
+        """Nothing may have written to what padding reads."""
+        for kv, before in zip(self.kv, pristine, strict=True):
+            size = len(before) * (PADDING_READ_CHUNK + 1)
+            assert (kv[:size] == before).all()
+
+
+def choose(
+    sums: _UInt64, u: npt.NDArray[np.float32], temperature: npt.NDArray[np.float32], vocab: int
+) -> npt.NDArray[np.int32]:
+    """The sampled tokens; greedy rows do not look at u. [n]"""
+    grain = np.where(temperature > 0, u.astype(np.float64) * 2.0**24, 0).astype(np.uint64)
+    return (_mix(sums, grain) % np.uint64(vocab)).astype(np.int32)
+
+
+def expected_tokens(
+    prompts: Sequence[Sequence[int]],
+    max_tokens: Sequence[int],
+    vocab_size: int,
+    temperature: Sequence[float] | None = None,
+    seeds: Sequence[int] | None = None,
+    stop_token_ids: Sequence[frozenset[int]] | None = None,
+    num_groups: int = 1,
+) -> list[list[int]]:
+    """What each request must produce, from its own tokens alone; all of them side by side."""
+    n = len(prompts)
+    longest = max(len(p) + m for p, m in zip(prompts, max_tokens, strict=True))
+    tokens = np.zeros((n, longest), np.uint64)
+    prompt_len = np.array([len(prompt) for prompt in prompts])
+    for i, prompt in enumerate(prompts):
+        tokens[i, : len(prompt)] = prompt
+    limit = prompt_len + np.array(max_tokens)
+    heat = np.array(temperature if temperature is not None else [0.0] * n, np.float32)
+    seed = np.array(seeds if seeds is not None else [0] * n, np.uint64)
+    history = np.full(n, _START, np.uint64)
+    total = np.zeros(n, np.uint64)
+    for position in range(longest - 1):
+        active = position < limit - 1
+        history = np.where(active, _mix(history, tokens[:, position]), history)
+        with np.errstate(over="ignore"):
+            total = np.where(active, total + history * np.uint64(2 * position + 1), total)
+        sums = total
+        for _ in range(num_groups - 1):
+            sums = _mix(sums, total)
+        samples = active & (position >= prompt_len - 1)
+        u = uniforms(seed, np.zeros(n, np.uint64), np.full(n, position + 1))
+        tokens[samples, position + 1] = choose(sums, u, heat, vocab_size)[samples]
+    outputs = []
+    for i in range(n):
+        output = tokens[i, prompt_len[i] : limit[i]].astype(np.int64).tolist()
+        stops = stop_token_ids[i] if stop_token_ids is not None else frozenset()
+        for end, token in enumerate(output):
+            if token in stops:
+                output = output[: end + 1]
+                break
+        outputs.append(output)
+    return outputs
