@@ -134,6 +134,7 @@ class State:
         has come back; what was sampled but never returned is sampled again, to the same end.
         """
         self.in_flight.clear()
+        self.next_step_id = 0  # each session counts its steps from 0
         self.rows.num_in_flight[:] = 0
         for request in list(self.rows.running.values()):
             if request.state is RequestState.FINISHED:

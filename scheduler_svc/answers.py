@@ -1,0 +1,144 @@
+"""The answers under way: each live request's text and times, and the events that tell of them.
+
+Lives in the engine's thread. Sees to it that every accepted request ends in exactly one Finished
+or Failed, and that nothing is told of it after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from scheduler_svc.core.request import FinishReason, Request, RequestState
+from scheduler_svc.errors import ChairliftError
+from scheduler_svc.events import Delta, Event, Failed, Finished, TextStream
+
+
+@dataclass(slots=True)
+class Answer:
+    """One live request; times by the engine's clock, in seconds."""
+
+    request: Request
+    text: TextStream | None
+    submitted: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    num_tokens: int = 0  # told of so far
+    num_faults: int = 0
+
+
+class Answers:
+    """All live answers, in order of arrival, and the events not delivered yet."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._live: dict[str, Answer] = {}
+        self._fresh: list[tuple[Request, int]] = []
+        self._events: list[Event] = []
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._live
+
+    def __iter__(self) -> Iterator[Answer]:
+        return iter(list(self._live.values()))
+
+    def __getitem__(self, request_id: str) -> Answer:
+        return self._live[request_id]
+
+    def begin(self, request: Request, text: TextStream | None) -> None:
+        self._live[request.request_id] = Answer(request, text, self._clock())
+
+    def note_scheduled(self, request: Request) -> None:
+        answer = self._live[request.request_id]
+        if answer.scheduled is None:
+            answer.scheduled = self._clock()
+
+    def add_tokens(self, tokens: list[tuple[Request, int]]) -> None:
+        """Tokens that came back, in order; `make_text` turns them into deltas later."""
+        self._fresh += tokens
+
+    def make_text(self, finish: Callable[[Request], None]) -> None:
+        """Deltas for all fresh tokens, and Finished for requests that ended with them.
+
+        `finish` is called for a request that a stop string ends while it is still running.
+        """
+        fresh, self._fresh = self._fresh, []
+        deltas: dict[str, tuple[list[int], list[str]]] = {}
+        ended: list[Answer] = []
+        for request, token_id in fresh:
+            answer = self._live.get(request.request_id)
+            if answer is None or answer.request is not request:
+                continue  # ended since: aborted, or by a stop string one token earlier
+            if answer.first_token is None:
+                answer.first_token = self._clock()
+            answer.num_tokens += 1
+            token_ids, texts = deltas.setdefault(request.request_id, ([], []))
+            token_ids.append(token_id)
+            has_ended = _is_last(answer)
+            if answer.text is not None:
+                is_stop_token = has_ended and request.stop_token_id is not None
+                if not is_stop_token or answer.text.include_stop_str_in_output:
+                    texts.append(answer.text.push(token_id))
+                if answer.text.matched_stop is not None and not has_ended:
+                    has_ended = True
+                    if request.state is not RequestState.FINISHED:
+                        finish(request)
+                if has_ended:
+                    texts.append(answer.text.finish())
+            if has_ended:
+                del self._live[request.request_id]
+                ended.append(answer)
+        for request_id, (token_ids, texts) in deltas.items():
+            self._events.append(Delta(request_id, token_ids, "".join(texts)))
+        self._events += [self._finished(answer) for answer in ended]
+
+    def end(self, answer: Answer) -> None:
+        """Tells of a request that ended between two of its tokens (an abort)."""
+        request_id = answer.request.request_id
+        del self._live[request_id]
+        held_back = answer.text.finish() if answer.text is not None else ""
+        if held_back:
+            self._events.append(Delta(request_id, [], held_back))
+        self._events.append(self._finished(answer))
+
+    def fail(self, answer: Answer, error: ChairliftError) -> None:
+        del self._live[answer.request.request_id]
+        self._events.append(Failed(answer.request.request_id, error))
+
+    def refuse(self, request_id: str, error: ChairliftError) -> None:
+        """Tells of a request that was never accepted."""
+        self._events.append(Failed(request_id, error))
+
+    def take_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _finished(self, answer: Answer) -> Finished:
+        request, now = answer.request, self._clock()
+        scheduled = now if answer.scheduled is None else answer.scheduled
+        first_token = now if answer.first_token is None else answer.first_token
+        stop_string = None if answer.text is None else answer.text.matched_stop
+        reason = FinishReason.STOP if stop_string is not None else request.finish_reason
+        assert reason is not None
+        return Finished(
+            request_id=request.request_id,
+            reason=reason,
+            stop_token_id=None if stop_string is not None else request.stop_token_id,
+            stop_string=stop_string,
+            prompt_tokens=request.num_prompt_tokens,
+            completion_tokens=answer.num_tokens,
+            cached_tokens=0,
+            queued_seconds=scheduled - answer.submitted,
+            prefill_seconds=first_token - scheduled,
+            decode_seconds=now - first_token,
+            preemptions=request.num_preemptions,
+        )
+
+
+def _is_last(answer: Answer) -> bool:
+    """Whether all tokens that the core has of an ended request have been told."""
+    request = answer.request
+    return request.state is RequestState.FINISHED and answer.num_tokens == request.num_output_tokens
