@@ -1,0 +1,114 @@
+"""An abort in every state: it ends at once, frees everything, and nobody else notices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from scheduler_svc.core.check import check
+from scheduler_svc.core.request import FinishReason, NewRequest, RequestState
+from tests.sim.workload import Setup, Simulation, expected
+
+VICTIM, SURVIVOR = "victim", "survivor"
+
+
+def pending(sim: Simulation) -> None:
+    pass
+
+
+def prefilling_mid_chunk(sim: Simulation) -> None:
+    sim.turn()
+    assert sim.state.requests[VICTIM].state is RequestState.PREFILLING
+
+
+def decoding(sim: Simulation) -> None:
+    while sim.state.requests[VICTIM].num_output_tokens < 2:
+        sim.turn()
+
+
+def in_flight(sim: Simulation) -> None:
+    decoding(sim)
+    if not sim.results:
+        assert sim.plan()
+    assert sim.state.rows.num_in_flight[sim.state.requests[VICTIM].row] == 1
+
+
+def two_in_flight(sim: Simulation) -> None:
+    decoding(sim)
+    while sim.plan():
+        pass
+    assert sim.state.rows.num_in_flight[sim.state.requests[VICTIM].row] == 2
+
+
+def soft_reset(sim: Simulation) -> None:
+    decoding(sim)
+    while sim.results:
+        sim.absorb()
+    sim.state.soft_reset(sim.state.requests[VICTIM])
+
+
+def soft_reset_in_flight(sim: Simulation) -> None:
+    decoding(sim)
+    while sim.plan():
+        pass
+    sim.state.soft_reset(sim.state.requests[VICTIM])
+
+
+STATES = [pending, prefilling_mid_chunk, decoding, in_flight, two_in_flight, soft_reset,
+          soft_reset_in_flight]
+
+
+@pytest.mark.parametrize("reach", STATES, ids=lambda reach: reach.__name__)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_abort(reach: Callable[[Simulation], None], depth: int) -> None:
+    """An abort leaks blocks or rows, frees them under a running step, or ends twice."""
+    if reach is two_in_flight and depth == 1:
+        pytest.skip("needs two plans in flight")
+    sim = Simulation(Setup(max_batch_tokens=8, max_plans_in_flight=depth))
+    requests = [NewRequest(VICTIM, list(range(20)), 20), NewRequest(SURVIVOR, [7, 8, 9], 20)]
+    for new in requests:
+        sim.submit(new)
+    reach(sim)
+    victim = sim.state.requests[VICTIM]
+    held = set(sim.state.rows.blocks_of(0, victim.row).tolist()) if victim.row >= 0 else set()
+    was_in_flight = any(victim in step.requests for step in sim.state.in_flight)
+
+    sim.abort(VICTIM)
+    check(sim.state)
+    assert victim.state is RequestState.FINISHED
+    assert victim.finish_reason is FinishReason.ABORT
+    assert VICTIM not in sim.state.requests
+    freed = held <= set(sim.state.pool.free)
+    assert freed == (not was_in_flight or reach is soft_reset_in_flight), "too early, or too late"
+    before = list(sim.outcome.tokens[VICTIM])
+
+    sim.abort(VICTIM)  # twice, and unknown: nothing happens
+    sim.abort("nobody")
+    for _ in range(depth):
+        sim.turn()
+        check(sim.state)
+    assert victim.row < 0, f"its row is not free {depth} results after the abort"
+    outcome = sim.run()
+    assert outcome.tokens[VICTIM] == before, "tokens after the end"
+    assert outcome.tokens[SURVIVOR] == expected(requests, sim.setup.vocab_size)[SURVIVOR]
+
+
+def test_abort_of_a_finished_request_is_ignored() -> None:
+    """A client that closes right after its answer must not disturb anything."""
+    sim = Simulation(Setup())
+    sim.submit(NewRequest(VICTIM, [1], 1))
+    sim.turn()
+    assert sim.outcome.reasons == {VICTIM: FinishReason.LENGTH}
+    sim.abort(VICTIM)
+    sim.run()
+
+
+def test_finishing_twice_is_a_broken_invariant() -> None:
+    """Two ends of one request would reach the client."""
+    sim = Simulation(Setup())
+    request = sim.submit(NewRequest(VICTIM, [1], 1))
+    assert request is not None
+    sim.abort(VICTIM)
+    with pytest.raises(AssertionError, match="victim ended already"):
+        sim.state.finish(request, FinishReason.ABORT)

@@ -1,0 +1,97 @@
+"""A link without sockets: a fake of `scheduler_svc.worker_link.Link` for tests of the engine.
+
+What the engine sends is kept; a test answers by hand, or lets `ShadowWorker` do it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from protos import link_pb2
+from protos.plan import StepPlan
+from scheduler_svc.core.limits import Geometry
+from scheduler_svc.worker_link import WorkerMessage
+from tests.shadow_worker import ShadowWorker
+
+
+class MemoryLink:
+    """Plays the worker's side of a session over `geometry`."""
+
+    def __init__(self, geometry: Geometry, num_rows: int, vocab_size: int = 50) -> None:
+        self.geometry = geometry
+        self.num_rows = num_rows
+        self.vocab_size = vocab_size
+        self.sent: list[link_pb2.Envelope] = []
+        self.plans: deque[StepPlan] = deque()
+        self.is_dropped = False
+        self.on_message: Callable[[WorkerMessage], None] = lambda message: None
+        self.worker = ShadowWorker(geometry, num_rows, vocab_size)
+
+    def start(self, on_message: Callable[[WorkerMessage], None]) -> None:
+        self.on_message = on_message
+
+    def send(self, message: link_pb2.Envelope, plan: StepPlan | None = None) -> None:
+        if plan is None:
+            self.sent.append(message)
+        else:
+            self.plans.append(plan)
+
+    def drop(self) -> None:
+        self.is_dropped = True
+
+    def stop(self) -> None:
+        pass
+
+    # What a test makes the worker say
+
+    def say(self, **message: object) -> None:
+        self.on_message(WorkerMessage(link_pb2.Envelope(**message)))  # type: ignore[arg-type]
+
+    def hello(self) -> None:
+        """A fresh worker process: new memory, no plans."""
+        self.is_dropped = False
+        self.plans.clear()
+        self.worker = ShadowWorker(self.geometry, self.num_rows, self.vocab_size)
+        self.say(hello=link_pb2.Hello(protocol=1, version="0", host="here", pid=1))
+
+    def ready(self) -> None:
+        geometry = self.geometry
+        self.say(
+            ready=link_pb2.Ready(
+                model_path="/nowhere",
+                model_type="shadow",
+                architecture="ShadowForCausalLM",
+                vocab_size=self.vocab_size,
+                max_model_len=geometry.max_model_len,
+                dtype="int64",
+                device="cpu",
+                page_size=geometry.page_size,
+                num_chunks=geometry.num_chunks,
+                chunk_bytes=geometry.chunk_bytes,
+                groups=[
+                    link_pb2.CacheGroup(
+                        kind=group.kind,
+                        layers=range(group.num_layers),
+                        blocks_per_chunk=group.blocks_per_chunk,
+                    )
+                    for group in geometry.groups
+                ],
+            )
+        )
+
+    def answer(self) -> bool:
+        """Computes the oldest plan and sends its result; False if there is none."""
+        if not self.plans:
+            return False
+        result = self.worker.step(self.plans.popleft())
+        envelope = link_pb2.Envelope(step_result=link_pb2.StepResult(step_id=result.step_id))
+        self.on_message(WorkerMessage(envelope, result))
+        return True
+
+    def fault(self, error: str, is_fatal: bool = False) -> None:
+        """The oldest plan fails; it and all behind it are discarded until Resume."""
+        step_id = self.plans[0].step_id if self.plans else -1
+        self.plans.clear()
+        self.worker.last_step = -1
+        self.say(fault=link_pb2.Fault(step_id=step_id, error=error, is_fatal=is_fatal))

@@ -1,0 +1,332 @@
+"""The engine with a worker that is slow, fails, dies and comes back; time is a number here."""
+
+from __future__ import annotations
+
+import pytest
+
+from protos import link_pb2
+from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry, Limits
+from scheduler_svc.core.request import FinishReason, NewRequest, Sampling
+from scheduler_svc.engine import Engine
+from scheduler_svc.errors import (
+    DuplicateRequest,
+    QueueFull,
+    RequestFailed,
+    RequestRejected,
+    Unavailable,
+)
+from scheduler_svc.events import Delta, Event, Failed, Finished, Status, Submission
+from tests.memory_link import MemoryLink
+from tests.shadow_worker import expected_tokens
+
+GEOMETRY = Geometry(4, 12 + 2, 64, (GroupGeometry(FULL_ATTENTION, 1, 1),), max_model_len=32)
+SMALLER = Geometry(4, 3 + 2, 64, (GroupGeometry(FULL_ATTENTION, 1, 1),), max_model_len=32)
+
+
+class Letters:
+    """A text stream whose token t reads as the letter number t mod 26; finds one-letter stops."""
+
+    include_stop_str_in_output = False
+
+    def __init__(self, stop: str = "") -> None:
+        self.stop = stop
+        self.matched_stop: str | None = None
+
+    def push(self, token_id: int) -> str:
+        letter = chr(ord("a") + token_id % 26)
+        if letter == self.stop:
+            self.matched_stop = letter
+            return ""
+        return letter
+
+    def finish(self) -> str:
+        return ""
+
+
+class Bench:
+    """An engine, its link, a clock that a test moves, and all that was delivered."""
+
+    def __init__(self, depth: int = 1, max_queue_size: int = 0) -> None:
+        self.now = 100.0
+        self.events: list[Event] = []
+        self.statuses: list[Status] = []
+        limits = Limits(16, 4, max_plans_in_flight=depth)
+        self.link = MemoryLink(GEOMETRY, 4)
+        self.engine = Engine(
+            limits,
+            link_pb2.Configure(model="shadow"),
+            self.link,
+            self.events.extend,
+            self.statuses.append,
+            max_queue_size=max_queue_size,
+            heartbeat_timeout=5.0,
+            clock=lambda: self.now,
+        )
+        self.link.start(lambda message: self.engine._inbox.put(
+            lambda: self.engine.on_worker(message)))
+
+    def connect(self) -> None:
+        self.link.hello()
+        self.link.ready()
+        self.turn()
+
+    def turn(self) -> None:
+        self.engine.turn(0)
+
+    def submit(self, request_id: str, prompt: list[int], max_tokens: int = 4,
+               text: Letters | None = None, stop_token_ids: frozenset[int] = frozenset()) -> None:
+        sampling = Sampling(temperature=0, stop_token_ids=stop_token_ids)
+        self.engine.submit(
+            Submission(NewRequest(request_id, prompt, max_tokens, sampling), text or Letters())
+        )
+
+    def serve(self) -> None:
+        """Turns until nobody is live."""
+        for _ in range(200):
+            self.turn()
+            if not self.link.answer() and not len(self.engine._answers):
+                return
+        raise AssertionError(f"still live: {[a.request.request_id for a in self.engine._answers]}")
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [t for e in self.events if isinstance(e, Delta) and e.request_id == request_id
+                for t in e.token_ids]
+
+    def text(self, request_id: str) -> str:
+        return "".join(e.text for e in self.events
+                       if isinstance(e, Delta) and e.request_id == request_id)
+
+    def end(self, request_id: str) -> Finished | Failed:
+        ends = [e for e in self.events
+                if not isinstance(e, Delta) and e.request_id == request_id]
+        assert len(ends) == 1, f"{request_id} ended {len(ends)} times"
+        assert self.events.index(ends[0]) == max(
+            i for i, e in enumerate(self.events) if e.request_id == request_id
+        ), "something was told after the end"
+        return ends[0]
+
+    def error(self, request_id: str) -> Exception:
+        end = self.end(request_id)
+        assert isinstance(end, Failed)
+        return end.error
+
+
+def right(prompt: list[int], max_tokens: int) -> list[int]:
+    return expected_tokens([prompt], [max_tokens], 50)[0]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_requests_are_served_and_timed(depth: int) -> None:
+    """The plain path: tokens, text, usage and times of several requests at once."""
+    bench = Bench(depth)
+    bench.connect()
+    prompts = {"a": [1, 2, 3], "b": [4], "c": list(range(18))}
+    for request_id, prompt in prompts.items():
+        bench.submit(request_id, prompt)
+    bench.serve()
+    for request_id, prompt in prompts.items():
+        assert bench.tokens(request_id) == right(prompt, 4)
+        assert bench.text(request_id) == "".join(chr(97 + t % 26) for t in right(prompt, 4))
+        end = bench.end(request_id)
+        assert isinstance(end, Finished)
+        assert (end.reason, end.prompt_tokens, end.completion_tokens) == (
+            FinishReason.LENGTH, len(prompt), 4)
+
+
+def test_requests_wait_for_a_worker_that_is_not_there_yet() -> None:
+    """A request that arrives while the model loads is lost or refused."""
+    bench = Bench()
+    bench.submit("early", [1, 2])
+    bench.turn()
+    assert not bench.engine.status.is_ready
+    assert bench.events == []
+    bench.now += 60
+    bench.connect()
+    bench.serve()
+    assert bench.tokens("early") == right([1, 2], 4)
+    end = bench.end("early")
+    assert isinstance(end, Finished)
+    assert end.queued_seconds == 60
+    assert [s.worker for s in bench.statuses] == ["loading", "ready"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("stop_after", [1, 2, 3])
+def test_a_stop_string_ends_the_answer_and_the_overshoot_is_dropped(
+    depth: int, stop_after: int
+) -> None:
+    """Tokens behind a stop string reach the client, or the usage, or leak a row."""
+    bench = Bench(depth)
+    bench.connect()
+    prompt = [3, 1, 4]
+    tokens = right(prompt, 8)
+    letters = [chr(97 + t % 26) for t in tokens]
+    stop = letters[stop_after - 1]
+    ends_at = letters.index(stop) + 1
+    bench.submit("a", prompt, 8, Letters(stop))
+    bench.serve()
+    for _ in range(3):
+        bench.turn()
+        bench.link.answer()
+    assert bench.tokens("a") == tokens[:ends_at]
+    assert bench.text("a") == "".join(letters[: ends_at - 1])
+    end = bench.end("a")
+    assert isinstance(end, Finished)
+    assert (end.reason, end.stop_string, end.stop_token_id) == (FinishReason.STOP, stop, None)
+    assert end.completion_tokens == ends_at
+    assert bench.engine._state.pool.num_free == 12
+
+
+def test_a_stop_token_is_named_and_not_shown() -> None:
+    """The text of an EOS token reaches the client."""
+    bench = Bench()
+    bench.connect()
+    tokens = right([5, 6], 8)
+    bench.submit("a", [5, 6], 8, stop_token_ids=frozenset({tokens[2]}))
+    bench.serve()
+    ends_at = tokens.index(tokens[2]) + 1
+    assert bench.tokens("a") == tokens[:ends_at]
+    assert len(bench.text("a")) == ends_at - 1
+    end = bench.end("a")
+    assert isinstance(end, Finished)
+    assert (end.reason, end.stop_token_id) == (FinishReason.STOP, tokens[2])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("turns", range(6))
+def test_a_worker_dies_and_the_next_one_goes_on(depth: int, turns: int) -> None:
+    """A crash loses, doubles or changes a token of somebody's answer."""
+    bench = Bench(depth)
+    bench.connect()
+    prompts = {"a": [1, 2, 3], "b": list(range(20))}
+    for request_id, prompt in prompts.items():
+        bench.submit(request_id, prompt, 6)
+    for _ in range(turns):
+        bench.turn()
+        bench.link.answer()
+    bench.turn()
+    bench.now += 6  # silence
+    bench.turn()
+    assert bench.engine.status.worker == "connecting"
+    assert bench.link.is_dropped
+    bench.link.answer()  # a late result of the dead session, if a plan was in flight
+    bench.turn()
+    bench.connect()
+    bench.serve()
+    for request_id, prompt in prompts.items():
+        assert bench.tokens(request_id) == right(prompt, 6)
+        assert isinstance(bench.end(request_id), Finished)
+
+
+def test_a_new_hello_replaces_the_worker_at_once() -> None:
+    """A worker that was restarted quickly is not noticed until the timeout."""
+    bench = Bench()
+    bench.connect()
+    bench.submit("a", [1, 2, 3])
+    bench.turn()
+    bench.link.answer()
+    bench.turn()
+    bench.connect()
+    bench.serve()
+    assert bench.tokens("a") == right([1, 2, 3], 4)
+
+
+def test_what_does_not_fit_the_next_workers_memory_fails_by_name() -> None:
+    """It would block the queue for ever."""
+    bench = Bench()
+    bench.connect()
+    bench.submit("big", list(range(20)), 4)
+    bench.submit("small", [1], 4)
+    bench.turn()
+    bench.link.geometry = SMALLER
+    bench.connect()
+    bench.serve()
+    assert isinstance(bench.error("big"), RequestFailed)
+    assert "the whole KV pool holds 12 tokens" in str(bench.error("big"))
+    assert bench.tokens("small") == right([1], 4)
+
+
+def test_a_failed_step_is_tried_again_once() -> None:
+    """A passing error of the worker kills answers, or a lasting one loops for ever."""
+    bench = Bench()
+    bench.connect()
+    bench.submit("a", [1, 2, 3])
+    bench.turn()
+    bench.link.fault("RuntimeError: out of luck")
+    bench.serve()
+    assert bench.tokens("a") == right([1, 2, 3], 4)
+    assert bench.link.sent[-1].WhichOneof("message") == "resume"
+
+    bench.submit("b", [4, 5])
+    for _ in range(2):
+        bench.turn()
+        bench.link.fault("RuntimeError: out of luck")
+    bench.turn()
+    assert "b: the step that computes it fails: RuntimeError: out of luck" in str(bench.error("b"))
+
+
+def test_a_model_that_is_refused_fails_everybody_with_the_reason() -> None:
+    """Clients wait for ever for a model that can never be served."""
+    bench = Bench()
+    bench.link.hello()
+    bench.submit("a", [1])
+    bench.turn()
+    bench.link.fault("bloom is not supported", is_fatal=True)
+    bench.submit("b", [1])
+    bench.turn()
+    assert isinstance(bench.error("a"), Unavailable)
+    assert isinstance(bench.error("b"), Unavailable)
+    assert "bloom is not supported" in str(bench.error("b"))
+    assert bench.engine.status.fatal_error == "bloom is not supported"
+    bench.connect()  # somebody mended it
+    bench.submit("c", [1])
+    bench.serve()
+    assert bench.tokens("c") == right([1], 4)
+
+
+def test_refusals() -> None:
+    """A second request with a live id, a full queue, a request that can never fit."""
+    bench = Bench(max_queue_size=1)
+    bench.connect()
+    bench.submit("a", [1])
+    bench.submit("a", [2])
+    bench.submit("queued", [1])
+    bench.turn()
+    assert [type(e.error) for e in bench.events if isinstance(e, Failed)] == [
+        DuplicateRequest, QueueFull]
+    bench.events.clear()
+    bench.serve()
+    bench.submit("long", [1] * 20, 20)
+    bench.turn()
+    assert isinstance(bench.error("long"), RequestRejected)
+    assert "is 40; max_model_len is 32" in str(bench.error("long"))
+
+
+def test_abort_ends_with_what_was_delivered() -> None:
+    """An abort loses its Complete, or the row, or goes on sending."""
+    bench = Bench()
+    bench.connect()
+    bench.submit("a", [1, 2, 3], 20)
+    for _ in range(3):
+        bench.turn()
+        bench.link.answer()
+    bench.turn()
+    aborted = bench.engine.abort(["a", "nobody", "a"])
+    bench.turn()
+    assert set(aborted.result(0)) == {"a"}
+    end = bench.end("a")
+    assert isinstance(end, Finished)
+    assert (end.reason, end.completion_tokens) == (FinishReason.ABORT, 3)
+    bench.link.answer()
+    bench.turn()
+    assert bench.engine._state.pool.num_free == 12
+    assert bench.engine.ask(lambda state: len(state.rows.running)) is not None
+
+
+def test_stopping_ends_every_stream() -> None:
+    """Clients hang on a server that has gone."""
+    bench = Bench()
+    bench.submit("a", [1])
+    bench.engine.start()
+    bench.engine.stop()
+    assert isinstance(bench.error("a"), Unavailable)
