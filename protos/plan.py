@@ -40,14 +40,15 @@ class StepPlan:
     """One step, as the worker gets it. Arrays are C-contiguous; int32 unless said.
 
     Before the forward, in this order: swap_out, swap_in, copy, row_init. Block numbers count
-    within their cache group: block b of a group lies in chunk b // blocks_per_chunk.
+    within their cache group: block b of a group lies in chunk b // blocks_per_chunk, and likewise
+    for swap blocks and swap chunks.
     """
 
     step_id: int
     awaits_mask: bool  # a link Mask with this step_id follows; wait for it before sampling
 
-    swap_out: Int32  # [O, 2] (chunk, swap chunk)
-    swap_in: Int32  # [N, 2] (swap chunk, chunk)
+    swap_out: Int32  # [O, 3] (group, block, swap block)
+    swap_in: Int32  # [N, 3] (group, swap block, block)
     copy: Int32  # [C, 3] (group, from block, to block)
     init_rows: Int32  # [I] rows that a new request takes over in this step
     init_prompt_lens: Int32  # [I] length of its original prompt: what follows is output
@@ -104,8 +105,8 @@ _Shape = tuple[str | int, ...]
 
 PLAN_DIMENSIONS: Final = ("O", "N", "C", "I", "J", "T", "R", "G", "B", "L", "S", "X", "K")
 PLAN_LAYOUT: Final[tuple[tuple[str, type[np.generic], _Shape], ...]] = (
-    ("swap_out", np.int32, ("O", 2)),
-    ("swap_in", np.int32, ("N", 2)),
+    ("swap_out", np.int32, ("O", 3)),
+    ("swap_in", np.int32, ("N", 3)),
     ("copy", np.int32, ("C", 3)),
     ("init_rows", np.int32, ("I",)),
     ("init_prompt_lens", np.int32, ("I",)),

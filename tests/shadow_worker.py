@@ -7,7 +7,7 @@ KV is one int64 per slot, filled with garbage. A token at position p stores
 
 and the token sampled there is mix(sum over j <= p of (2j + 1) h_j, u) mod vocab, each h_j again
 read through the table. A wrong table, slot, length, chunk edge, early reuse or swapped row thus
-changes a token, now or a few steps later. `expected_tokens` computes the same from the request's
+changes a token, now or a few steps later. A sliding group sums over its window only. `expected_tokens` computes the same from the request's
 tokens alone.
 """
 
@@ -54,7 +54,14 @@ class ShadowWorker:
                              * geometry.page_size, dtype=np.uint64)
             for group in geometry.groups
         ]
+        self.swap = [
+            garbage.integers(1, 2**63, (geometry.num_swap_chunks * group.blocks_per_chunk,
+                             geometry.page_size), dtype=np.uint64)
+            for group in geometry.groups
+        ]
+        self.windows = [group.sliding_window for group in geometry.groups]
         self.reserved = [2 * group.blocks_per_chunk for group in geometry.groups]
+        self.most_tokens = 1 << 30  # of a request in the plans in flight: bounds sliding tables
         self.last_token = np.full(num_rows, UNKNOWN_TOKEN, np.int32)
         self.last_step = -1
 
@@ -70,6 +77,7 @@ class ShadowWorker:
     def _step(self, plan: StepPlan) -> StepResult:
         assert plan.step_id == self.last_step + 1, (plan.step_id, self.last_step)
         self.last_step = plan.step_id
+        self._move(plan)
         counts = np.diff(plan.query_start_loc)
         assert (counts > 0).all()
         assert len(set(plan.rows.tolist())) == len(plan.rows), "a row twice in one step"
@@ -87,8 +95,11 @@ class ShadowWorker:
         assert sums is not None
         place = np.searchsorted(plan.query_start_loc, plan.logits_indices, side="right") - 1
         assert (plan.logits_indices == plan.query_start_loc[1:][place] - 1).all()
+        assert len(set(plan.logits_indices.tolist())) == len(plan.logits_indices)
         sampled_place = place[plan.sample_logits]
-        assert (plan.rows[sampled_place] == plan.sample_rows).all()
+        forked = plan.rows[sampled_place] != plan.sample_rows
+        assert set(plan.sample_rows[forked].tolist()) <= set(plan.init_rows.tolist())
+        assert not set(plan.sample_rows[forked].tolist()) & set(plan.rows.tolist())
         token_ids = choose(sums[sampled_place], plan.u, plan.temperature, self.vocab_size)
         self.last_token[plan.sample_rows] = token_ids
         samples = len(token_ids)
@@ -105,6 +116,18 @@ class ShadowWorker:
             top_logprobs=np.zeros(0, np.float32),
         )
 
+    def _move(self, plan: StepPlan) -> None:
+        """Swap and copy pairs, in the plan's order."""
+        pages = [kv.reshape(-1, self.page_size) for kv in self.kv]
+        for group, block, swap_block in plan.swap_out.tolist():
+            self.swap[group][swap_block] = pages[group][block]
+        for group, swap_block, block in plan.swap_in.tolist():
+            assert block >= self.reserved[group]
+            pages[group][block] = self.swap[group][swap_block]
+        for group, source, target in plan.copy.tolist():
+            assert min(source, target) >= self.reserved[group]
+            pages[group][target] = pages[group][source]
+
     def _attend(
         self,
         plan: StepPlan,
@@ -116,25 +139,40 @@ class ShadowWorker:
         """Writes the step's history and reads all of it back: a sum per row. [R]"""
         start = plan.table_start[group]
         assert (plan.blocks[start[0] : start[-1]] >= self.reserved[group]).all(), "reserved block"
-        assert (np.diff(start) == -(-plan.seq_lens // self.page_size)).all(), "table length"
-        assert (plan.first_positions[group] == 0).all()
+        first_position = plan.first_positions[group]
+        assert (first_position % self.page_size == 0).all()
+        assert (np.diff(start) * self.page_size + first_position >= plan.seq_lens).all(), "short"
+        window = self.windows[group]
+        if window:
+            # never more pages than the window and the tokens in flight need
+            most = -(-(window - 1 + self.most_tokens) // self.page_size) + 1
+            assert (np.diff(start) <= most).all(), "a sliding table keeps what nobody reads"
+        else:
+            assert (first_position == 0).all()
         # slots of every position of every row, in order of position: [sum of table lengths, page]
         slots = (
             plan.blocks[start[0] : start[-1], None].astype(np.int64) * self.page_size
             + np.arange(self.page_size)
         ).reshape(-1)
-        base = (start[:-1] - start[0]).astype(np.int64) * self.page_size  # [R] into slots
+        # [R] into slots, of the request's position 0 (which may be cut off)
+        base = (start[:-1] - start[0]).astype(np.int64) * self.page_size - first_position
         first = plan.seq_lens - counts
         for turn in range(int(counts.max(initial=0))):
             active = np.flatnonzero(counts > turn)
             position = first[active] + turn
-            before = kv[slots[base[active] + np.maximum(position - 1, 0)]]
+            assert (position - 1 >= first_position[active] - (position == 0)).all()
+            before = kv[slots[base[active] + np.where(position == 0, first_position[active],
+                                                      position - 1)]]
             before = np.where(position == 0, _START, before)
             token = tokens[plan.query_start_loc[active] + turn].astype(np.uint64)
             kv[slots[base[active] + position]] = _mix(before, token)
-        lengths = plan.seq_lens.astype(np.int64)
+        read_from = np.maximum(plan.seq_lens - window, 0) if window else np.zeros(
+            len(counts), np.int32)
+        assert (first_position <= np.maximum(first - window + 1, 0)).all() or not window
+        lengths = (plan.seq_lens - read_from).astype(np.int64)
         row = np.repeat(np.arange(len(lengths)), lengths)
-        position = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        position = np.arange(len(row)) - np.repeat(
+            np.cumsum(lengths) - lengths - read_from, lengths)
         with np.errstate(over="ignore"):
             terms = kv[slots[base[row] + position]] * (2 * position + 1).astype(np.uint64)
             return np.add.reduceat(terms, np.cumsum(lengths) - lengths)
@@ -161,7 +199,8 @@ def expected_tokens(
     temperature: Sequence[float] | None = None,
     seeds: Sequence[int] | None = None,
     stop_token_ids: Sequence[frozenset[int]] | None = None,
-    num_groups: int = 1,
+    windows: Sequence[int] = (0,),
+    siblings: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """What each request must produce, from its own tokens alone; all of them side by side."""
     n = len(prompts)
@@ -173,18 +212,24 @@ def expected_tokens(
     limit = prompt_len + np.array(max_tokens)
     heat = np.array(temperature if temperature is not None else [0.0] * n, np.float32)
     seed = np.array(seeds if seeds is not None else [0] * n, np.uint64)
+    sibling = np.array(siblings if siblings is not None else [0] * n, np.uint64)
     history = np.full(n, _START, np.uint64)
-    total = np.zeros(n, np.uint64)
+    totals = [np.zeros(n, np.uint64) for _ in windows]
+    terms: list[_UInt64] = []
     for position in range(longest - 1):
         active = position < limit - 1
         history = np.where(active, _mix(history, tokens[:, position]), history)
         with np.errstate(over="ignore"):
-            total = np.where(active, total + history * np.uint64(2 * position + 1), total)
-        sums = total
-        for _ in range(num_groups - 1):
+            terms.append(history * np.uint64(2 * position + 1))
+            for group, window in enumerate(windows):
+                totals[group] = totals[group] + terms[-1]
+                if window and position >= window:
+                    totals[group] = totals[group] - terms[position - window]
+        sums = totals[0]
+        for total in totals[1:]:
             sums = _mix(sums, total)
         samples = active & (position >= prompt_len - 1)
-        u = uniforms(seed, np.zeros(n, np.uint64), np.full(n, position + 1))
+        u = uniforms(seed, sibling, np.full(n, position + 1))
         tokens[samples, position + 1] = choose(sums, u, heat, vocab_size)[samples]
     outputs = []
     for i in range(n):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from protos.plan import StepResult
 from scheduler_svc.core.request import FinishReason, Request, RequestState
@@ -28,29 +29,36 @@ def absorb(state: State, result: StepResult) -> Absorbed:
     assert len(result.token_ids) == len(step.sampled), (
         f"step {step.step_id}: {len(result.token_ids)} tokens for {len(step.sampled)} samples"
     )
+    state.free_swap(step.freed_swap)
     rows = state.rows
-    is_tenant = rows.generation[step.rows] == step.generation  # not reset meanwhile
-    rows.num_in_flight[step.rows[is_tenant]] -= 1
+    is_tenant = rows.generation[step.named] == step.generation  # not preempted meanwhile
+    rows.num_in_flight[step.named[is_tenant]] -= 1
     for place in np.flatnonzero(~is_tenant).tolist():
         step.requests[place].num_in_flight -= 1
 
+    is_finite = result.is_finite.astype(np.bool_)
+    _publish(state, step, is_tenant[: len(step.rows)] & is_finite)
+    _leave_behind(state, step, is_tenant[: len(step.rows)])
+
     # the arrays first, for all rows at once; then the requests, one by one
-    kept = is_tenant[step.sampled]
-    sampled_rows = step.rows[step.sampled][kept]
+    kept = is_tenant[step.sampled_for]
+    sampled_rows = step.named[step.sampled_for][kept]
     rows.known[sampled_rows] += 1
     rows.outstanding[sampled_rows] -= 1
     rows.last_token[sampled_rows] = result.token_ids[kept]
 
     absorbed = Absorbed()
-    is_finite = result.is_finite.astype(np.bool_)
     if not is_finite.all():
         absorbed.not_finite = [
             step.requests[place]
             for place in np.flatnonzero(~is_finite).tolist()
             if step.requests[place].state is not RequestState.FINISHED
         ]
-    for place, token_id in zip(step.sampled.tolist(), result.token_ids.tolist(), strict=True):
-        request = step.requests[place]
+    samples = zip(
+        step.sampled.tolist(), step.sampled_for.tolist(), result.token_ids.tolist(), strict=True
+    )
+    for place, named, token_id in samples:
+        request = step.requests[named]
         if request.state is RequestState.FINISHED or not is_finite[place]:
             continue
         request.token_ids.append(token_id)
@@ -65,11 +73,51 @@ def absorb(state: State, result: StepResult) -> Absorbed:
     return absorbed
 
 
+def _publish(state: State, step: InFlight, valid: npt.NDArray[np.bool_]) -> None:
+    """Names the blocks that the step has filled. valid [R]: rows whose content can be trusted."""
+    if not state.limits.allow_block_sharing:
+        return
+    rows = state.rows
+    full = step.ends // np.int32(state.geometry.page_size)
+    for place in np.flatnonzero(valid & (full > rows.published[step.rows])).tolist():
+        row, request = int(step.rows[place]), step.requests[place]
+        # an ended request may have been computed past the tokens that it kept
+        end = min(int(full[place]), len(request.token_ids) // state.geometry.page_size)
+        for page in range(int(rows.published[row]), end):
+            blocks = [
+                int(rows.table[group, row, page]) if page >= rows.table_first[group, row] else -1
+                for group in range(len(state.allocators))
+            ]
+            state.prefix_cache.publish(request, page, blocks)
+        rows.published[row] = end
+
+
+def _leave_behind(state: State, step: InFlight, valid: npt.NDArray[np.bool_]) -> None:
+    """Gives back pages that left the window: every later query, planned or not, begins at the
+    end of this step or behind it, and no earlier step is in flight."""
+    rows = state.rows
+    for group, allocator in enumerate(state.allocators):
+        if not allocator.sliding_window:
+            continue
+        first = allocator.first_pages(step.ends)
+        stale = valid & (first > rows.table_first[group, step.rows])
+        for place in np.flatnonzero(stale).tolist():
+            row = int(step.rows[place])
+            begin, end = int(rows.table_first[group, row]), int(first[place])
+            allocator.give(rows.table[group, row, begin:end][::-1])
+            rows.table_first[group, row] = end
+
+
 def _release_ended(state: State, step: InFlight) -> None:
     """Gives back what requests held that had ended before, and that this plan named last."""
     rows = state.rows
-    idle = rows.is_finished[step.rows] & (rows.num_in_flight[step.rows] == 0)
-    for row in step.rows[idle].tolist():
-        request = rows.running.get(row)
-        if request is not None and request.state is RequestState.FINISHED:
-            state.release(request)
+    if state.policy.holds_finished:
+        if rows.is_finished[rows.order()].all() and not state.in_flight:
+            for request in list(rows.running.values()):
+                state.release(request)
+        return
+    idle = rows.is_finished[step.named] & (rows.num_in_flight[step.named] == 0)
+    for row in step.named[idle].tolist():
+        tenant = rows.running.get(row)
+        if tenant is not None and tenant.state is RequestState.FINISHED:
+            state.release(tenant)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from protos.plan import NUM_RESERVED_CHUNKS, Int32
-from scheduler_svc.core.request import NO_ROW, RequestState
+from protos.plan import Int32
+from scheduler_svc.core.allocators import FullAttentionAllocator
+from scheduler_svc.core.cache_pool import CachePool
+from scheduler_svc.core.request import NO_ROW, Request, RequestState
 from scheduler_svc.core.state import State
 
 
@@ -18,7 +20,7 @@ class InvariantError(AssertionError):
 
 
 def check_rows(state: State, touched: Int32) -> None:
-    """The cursors and table lengths of the touched rows, and the count of owned blocks."""
+    """The cursors and block tables of the touched rows."""
     rows = state.rows
     touched = touched[[int(row) in rows.running for row in touched]]
     computed, known, outstanding = (
@@ -33,44 +35,44 @@ def check_rows(state: State, touched: Int32) -> None:
     )
     _require((computed <= known + outstanding).all(), "computed past what is known", touched)
     _require((known + outstanding <= rows.limit[touched]).all(), "planned past the end", touched)
+    pages = -(-computed // state.geometry.page_size)
     for group, allocator in enumerate(state.allocators):
+        lengths = rows.table_len[group, touched]
+        is_right = (lengths >= pages) if state.policy.holds_finished else (lengths == pages)
+        _require(is_right.all(), "a table is not ceil(tokens / page_size) long", touched)
+        first = rows.table_first[group, touched]
         _require(
-            (rows.table_len[group, touched] == allocator.blocks_for(computed)).all(),
-            "a block table is not ceil(tokens / page_size) long",
+            (first <= allocator.first_pages(np.maximum(computed - 1, 0))).all(),
+            "a table begins behind what the last query reads",
             touched,
         )
-        owned = int(rows.table_len[group, rows.order()].sum())
-        _require(
-            owned == allocator.num_owned,
-            "owned blocks that stand in no table",
-            (owned, allocator.num_owned),
-        )
+        for row in touched.tolist():
+            blocks = rows.blocks_of(group, row)
+            _require((allocator.owners[blocks] > 0).all(), "a table names a free block", row)
 
 
 def check(state: State) -> None:
     """Everything: each chunk and block accounted for, each request in exactly one place."""
     rows = state.rows
     check_rows(state, rows.order())
-    _check_memory(state)
-    finished_rows = 0
+    tables = [
+        [rows.blocks_of(group, row) for row in rows.running]
+        for group in range(len(state.allocators))
+    ]
+    _check_memory(state.pool, state.allocators, tables)
+    offloaded = [r.swapped for r in state.live() if r.swapped is not None]
+    swapped: list[list[Int32]] = [
+        [swap.blocks[group] for swap in offloaded]
+        + [blocks for step in state.in_flight for g, blocks in step.freed_swap if g == group]
+        for group in range(len(state.allocators))
+    ]
+    _check_memory(state.swap_pool, state.swap_allocators, swapped)
+    _check_names(state)
     for row, request in rows.running.items():
-        _require(request.row == row, "a row's tenant does not know it", request)
-        if request.state is RequestState.FINISHED:
-            finished_rows += 1
-            _require(rows.num_in_flight[row] > 0, "an ended request holds its row", request)
-        else:
-            _require(
-                state.requests.get(request.request_id) is request,
-                "a running request is not live",
-                request,
-            )
-        _require(
-            rows.known[row] == len(request.token_ids) or request.state is RequestState.FINISHED,
-            "known differs from token_ids",
-            request,
-        )
+        _check_running(state, row, request)
     _require(len(rows.running) + rows.num_free == rows.num_rows, "rows are lost", rows.num_free)
-    waiting = [request for request in state.requests.values() if request.row == NO_ROW]
+    unforked = {id(s) for request in state.live() for s in request.siblings}
+    waiting = [r for r in state.live() if r.row == NO_ROW and id(r) not in unforked]
     for request in waiting:
         _require(
             request.state is RequestState.PENDING and request in state.pending,
@@ -78,32 +80,58 @@ def check(state: State) -> None:
             request,
         )
     _require(len(state.pending) == len(waiting), "the queue holds others", len(state.pending))
-    order = [request.ticket for request in state.pending.in_order()]
+    order = [state.policy.urgency(request) for request in state.pending.in_order()]
     _require(order == sorted(order), "the queue is out of order", order)
 
 
-def _check_memory(state: State) -> None:
-    held: list[int] = list(state.pool.free)
-    for group, allocator in enumerate(state.allocators):
-        chunks = allocator.held_chunks()
-        held += chunks
-        named = np.concatenate(
-            [state.rows.blocks_of(group, row) for row in state.rows.running]
-            or [np.zeros(0, np.int32)]
-        )
+def _check_running(state: State, row: int, request: Request) -> None:
+    rows = state.rows
+    _require(request.row == row, "a row's tenant does not know it", request)
+    if request.state is RequestState.FINISHED:
+        is_held = state.policy.holds_finished or rows.num_in_flight[row] > 0
+        _require(is_held, "an ended request holds its row", request)
+        return
+    family = state.requests.get(request.request_id, [])
+    _require(any(r is request for r in family), "a running request is not live", request)
+    _require(rows.known[row] == len(request.token_ids), "known differs from token_ids", request)
+    _require(request.swapped is None, "a running request is offloaded", request)
+
+
+def _check_memory(
+    pool: CachePool, allocators: list[FullAttentionAllocator], tables: list[list[Int32]]
+) -> None:
+    chunks: list[int] = [*pool.clean, *pool.cached]
+    for group, allocator in enumerate(allocators):
+        named = np.concatenate([*tables[group], np.zeros(0, np.int32)])
         owners = np.bincount(named, minlength=len(allocator.owners))
         _require((owners == allocator.owners).all(), "owners differ from the block tables", group)
-        free = allocator.free_blocks()
-        mine = np.zeros(len(allocator.owners), np.int32)
-        mine[free] += 1
-        mine[np.flatnonzero(owners)] += 1
-        expected = np.zeros_like(mine)
-        for chunk in chunks:
-            first = chunk * allocator.blocks_per_chunk
-            expected[first : first + allocator.blocks_per_chunk] = 1
-        _require((mine == expected).all(), "a block is neither free nor owned, or both", group)
-    every = list(range(NUM_RESERVED_CHUNKS, state.pool.num_chunks))
-    _require(sorted(held) == every, "chunks are lost or held twice", sorted(held))
+        used = (owners.reshape(-1, allocator.blocks_per_chunk) > 0).sum(axis=1)
+        _require((used == allocator.used).all(), "chunks' use is miscounted", group)
+        held = allocator.held_chunks()
+        chunks += held
+        free = [*allocator.free, *allocator.cached]
+        expected = [
+            block
+            for chunk in held
+            for block in range(
+                chunk * allocator.blocks_per_chunk, (chunk + 1) * allocator.blocks_per_chunk
+            )
+            if owners[block] == 0
+        ]
+        _require(sorted(free) == expected, "free blocks are lost or doubled", group)
+    every = list(range(pool.reserved, pool.num_chunks))
+    _require(sorted(chunks) == every, "chunks are lost or held twice", sorted(chunks))
+
+
+def _check_names(state: State) -> None:
+    for group, allocator in enumerate(state.allocators):
+        inverse = {block: name for name, block in allocator.block_of.items()}
+        _require(inverse == allocator.name_of, "names and blocks differ", group)
+        for block in allocator.name_of:
+            if allocator.owners[block] == 0:
+                chunk = block // allocator.blocks_per_chunk
+                is_kept = block in allocator.cached or chunk in state.pool.cached
+                _require(is_kept, "a named block is among those without content", block)
 
 
 def _require(holds: object, what: str, found: object) -> None:

@@ -5,45 +5,129 @@ from __future__ import annotations
 import numpy as np
 
 from protos.plan import Int32
-from scheduler_svc.core.decide import Decision
-from scheduler_svc.core.request import RequestState
-from scheduler_svc.core.state import InFlight, State
+from scheduler_svc.core.batch import Admission, Decision
+from scheduler_svc.core.request import Request, RequestState
+from scheduler_svc.core.state import InFlight, State, Transfers
 
 
 def commit(state: State, decision: Decision) -> InFlight | None:
     """What is now in flight, to be packed and sent; None when the step computes nothing."""
     for request in decision.soft_resets:
         state.soft_reset(request)
+        # the last one: its blocks lay badly, so they are not to be found again (shortage.py)
+        request.may_match = bool(state.rows.running)
+    for request in decision.offloads:
+        state.offload(request)
     if not len(decision.rows):
         return None
-    admitted = []
-    for request in decision.admissions:
-        state.pending.remove(request)
-        request.state = RequestState.PREFILLING
-        admitted.append(state.rows.assign(request))
-    rows = decision.rows
+    table, rows = state.rows, decision.rows
+    # all sharing before any taking: what is shared must not be reclaimed for somebody else
+    for admission in decision.admissions:
+        _assign(state, admission)
+    freed_swap = [
+        swapped for admission in decision.admissions for swapped in _restore(state, admission)
+    ]
     for group in range(len(state.allocators)):
+        _copy_tails(state, group, rows[decision.tail_copies[group] > 0])
         _extend_tables(state, group, rows, decision.new_blocks[group])
 
-    table = state.rows
     table.computed[rows] += decision.num_new_tokens
     samples = table.computed[rows] == table.known[rows] + table.outstanding[rows]
-    sampling = rows[samples]
-    table.outstanding[sampling] += 1
-    table.is_decoding[sampling] = True
-    table.num_in_flight[rows] += 1
-    in_flight = InFlight(
+    samples &= ~table.is_finished[rows]
+    table.outstanding[rows[samples]] += 1
+    table.is_decoding[rows[samples]] = True
+    sampled = np.flatnonzero(samples)
+    sampled_for = sampled
+    named = rows
+    requests = [table.running[row] for row in rows.tolist()]
+    new_tenants = [admission.request.row for admission in decision.admissions]
+    if any(requests[place].siblings for place in sampled.tolist()):
+        forks = [
+            (place, sibling)
+            for place in sampled.tolist()
+            for sibling in _fork(state, requests[place])
+        ]
+        new_tenants += [sibling.row for _, sibling in forks]
+        sampled = np.concatenate([sampled, [place for place, _ in forks]])
+        sampled_for = np.concatenate([sampled_for, np.arange(len(forks)) + len(rows)])
+        named = np.concatenate([rows, np.array([s.row for _, s in forks], np.int32)])
+        requests += [sibling for _, sibling in forks]
+    table.num_in_flight[named] += 1
+    step = InFlight(
         step_id=state.next_step_id,
         rows=rows,
         num_new_tokens=decision.num_new_tokens,
-        generation=table.generation[rows],
-        sampled=np.flatnonzero(samples),
-        admitted=np.array(admitted, np.int32),
-        requests=[table.running[row] for row in rows.tolist()],
+        ends=table.computed[rows],
+        named=named,
+        generation=table.generation[named],
+        requests=requests,
+        sampled=sampled,
+        sampled_for=sampled_for,
+        new_tenants=np.array(new_tenants, np.int32),
+        transfers=state.transfers,
+        freed_swap=freed_swap,
     )
+    state.transfers = Transfers()
     state.next_step_id += 1
-    state.in_flight.append(in_flight)
-    return in_flight
+    state.in_flight.append(step)
+    return step
+
+
+def _assign(state: State, admission: Admission) -> None:
+    """Gives the request and its siblings their rows, and the blocks that they share."""
+    request, rows = admission.request, state.rows
+    state.pending.remove(request)
+    if not request.was_admitted:
+        request.was_admitted = True
+        if state.limits.allow_block_sharing:
+            request.num_cached_tokens = admission.num_computed
+            state.prefix_cache.count(request, admission.num_computed)
+    row, *sibling_rows = admission.rows
+    rows.assign(request, row)
+    request.may_match = True
+    request.state = RequestState.PREFILLING
+    rows.computed[row] = admission.num_computed
+    for sibling, sibling_row in zip(request.siblings, sibling_rows, strict=True):
+        rows.assign(sibling, sibling_row)
+        rows.awaits_fork[sibling_row] = True
+        sibling.state = RequestState.PREFILLING
+    for group, blocks in enumerate(admission.tables):
+        state.allocators[group].share(blocks[blocks >= 0])
+        rows.set_table(group, row, admission.first_pages[group], blocks)
+    if admission.swapped is None:
+        pages = admission.num_computed // state.geometry.page_size
+        rows.published[row] = pages
+        if state.limits.allow_block_sharing:
+            state.prefix_cache.promise(request, pages)
+
+
+def _restore(state: State, admission: Admission) -> list[tuple[int, Int32]]:
+    """Brings swapped blocks back into new ones; the swap blocks that are free after the plan."""
+    request, swapped = admission.request, admission.swapped
+    if swapped is None:
+        return []
+    for group, blocks in enumerate(admission.tables):
+        gaps = np.flatnonzero(blocks < 0)
+        fresh = state.allocators[group].take(len(gaps))
+        first = admission.first_pages[group]
+        state.rows.table[group, request.row, first + gaps] = fresh
+        pairs = zip(swapped.blocks[group][gaps].tolist(), fresh.tolist(), strict=True)
+        state.transfers.swap_in += [(group, source, block) for source, block in pairs]
+    request.swapped = None
+    state.counters.restores += 1
+    return list(enumerate(swapped.blocks))
+
+
+def _copy_tails(state: State, group: int, rows: Int32) -> None:
+    """Gives each of the rows a last block of its own, with the content of the shared one."""
+    allocator = state.allocators[group]
+    for row in rows.tolist():
+        end = state.rows.table_len[group, row] - 1
+        shared = int(state.rows.table[group, row, end])
+        (own,) = allocator.take(1).tolist()
+        state.transfers.copy.append((group, shared, own))
+        state.rows.table[group, row, end] = own
+        allocator.give(np.array([shared], np.int32))
 
 
 def _extend_tables(state: State, group: int, rows: Int32, counts: Int32) -> None:
@@ -53,3 +137,19 @@ def _extend_tables(state: State, group: int, rows: Int32, counts: Int32) -> None
     place_in_row = np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts, counts)
     state.rows.table[group, grown, state.rows.table_len[group, grown] + place_in_row] = blocks
     state.rows.table_len[group, rows] += counts
+
+
+def _fork(state: State, parent: Request) -> list[Request]:
+    """The siblings, now sharing all blocks of the prompt that this step completes."""
+    rows, row = state.rows, parent.row
+    siblings, parent.siblings = parent.siblings, []
+    for sibling in siblings:
+        rows.awaits_fork[sibling.row] = False
+        for name in ("computed", "outstanding", "is_decoding", "published"):
+            getattr(rows, name)[sibling.row] = getattr(rows, name)[row]
+        for group, allocator in enumerate(state.allocators):
+            blocks = rows.blocks_of(group, row)
+            allocator.share(blocks)
+            first = int(rows.table_first[group, row])
+            rows.set_table(group, sibling.row, first, blocks)
+    return siblings

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from protos.plan import NUM_RESERVED_CHUNKS
+
 FULL_ATTENTION: Final = "full_attention"
+SLIDING_ATTENTION: Final = "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,7 @@ class Limits:
     cache_budget: int = 0  # pages read in one step; 0 = as many as the pool has blocks
     safety_margin: float = 0.15  # share of blocks that must be free for a prefill to join
     max_plans_in_flight: int = 1  # plans without a result; 2 = run ahead
+    allow_block_sharing: bool = True  # the prefix cache
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_requests_per_batch <= self.max_batch_tokens:
@@ -38,6 +42,7 @@ class GroupGeometry:
     kind: str
     num_layers: int
     blocks_per_chunk: int
+    sliding_window: int = 0  # 0 for full attention; counts the current token
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +54,37 @@ class Geometry:
     chunk_bytes: int
     groups: tuple[GroupGeometry, ...]
     max_model_len: int  # prompt + output tokens of one request
+    num_swap_chunks: int = 0
 
     @property
     def usable_chunks(self) -> int:
-        return max(0, self.num_chunks - 2)
+        return max(0, self.num_chunks - NUM_RESERVED_CHUNKS)
+
+    def chunks_at_most(self, num_tokens: int) -> int:
+        """Chunks that a request of so many tokens holds at most, alone and one token a step."""
+        chunks = 0
+        for group in self.groups:
+            pages = -(-num_tokens // self.page_size)
+            is_ragged = 0
+            if group.sliding_window:
+                pages = min(pages, -(-group.sliding_window // self.page_size) + 1)
+                is_ragged = int(group.blocks_per_chunk > 1)  # it may begin inside a chunk
+            chunks += -(-pages // group.blocks_per_chunk) + is_ragged
+        return chunks
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens of one request that alone fills the pool."""
+        """Tokens of the longest request that the pool holds; max_model_len bounds it too."""
         if not self.groups:
             return 0
-        blocks = self.usable_chunks * min(group.blocks_per_chunk for group in self.groups)
-        return blocks * self.page_size // len(self.groups)
+        fits, too_many = 0, self.max_model_len + 1
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if self.chunks_at_most(middle) <= self.usable_chunks:
+                fits = middle
+            else:
+                too_many = middle
+        return fits
 
 
 NO_MEMORY: Final = Geometry(page_size=1, num_chunks=2, chunk_bytes=0, groups=(), max_model_len=0)

@@ -19,25 +19,25 @@ class PendingQueue:
         # (urgency, ticket, serial): the serial tells an entry from a removed one of the same
         # request, and is unique, so that requests are never compared
         self._heap: list[tuple[tuple[int, int, int], Request]] = []
-        self._live: dict[str, int] = {}  # request_id → serial
+        self._live: dict[int, int] = {}  # ticket → serial
         self._next_serial = 0
 
     def __len__(self) -> int:
         return len(self._live)
 
     def __contains__(self, request: Request) -> bool:
-        return request.request_id in self._live
+        return request.ticket in self._live
 
     def add(self, request: Request, urgency: int = 0) -> None:
         """Puts a request in its place: by urgency (lower first), then by arrival."""
-        assert request not in self, f"{request.request_id} is already waiting"
-        self._live[request.request_id] = self._next_serial
+        assert request not in self, f"{request.name} is already waiting"
+        self._live[request.ticket] = self._next_serial
         key = (urgency, request.ticket, self._next_serial)
         self._next_serial += 1
         heapq.heappush(self._heap, (key, request))
 
     def remove(self, request: Request) -> None:
-        del self._live[request.request_id]
+        del self._live[request.ticket]
         if len(self._heap) > 2 * len(self._live) + 64:
             self._heap = [entry for entry in self._heap if self._is_live(*entry)]
             heapq.heapify(self._heap)
@@ -57,4 +57,4 @@ class PendingQueue:
                     heapq.heappush(frontier, (self._heap[child][0], child))
 
     def _is_live(self, key: tuple[int, int, int], request: Request) -> bool:
-        return self._live.get(request.request_id) == key[2]
+        return self._live.get(request.ticket) == key[2]

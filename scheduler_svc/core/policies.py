@@ -4,7 +4,22 @@ fifo: what decodes goes first, then what prefills, then what waits, each in orde
 Running answers never stutter because somebody else's long prompt arrived, and a prefill uses
 what the decodes left of the token budget. The price: a new request's first token waits longer
 under load than with prefill_first. Its safety margin of 15 % keeps blocks for the decodes that
-are running, so that few of them are reset for want of memory.
+are running, so that few of them are preempted for want of memory.
+
+prefill_first: what prefills goes first, so a prompt that was begun is finished as fast as the
+token budget allows, and first tokens come early. The price: running answers stutter beside long
+prompts. No margin: it fills the memory, and preempts when it was too greedy.
+
+priority: by (priority, arrival), lower first. Decodes cost one token each, so they all go first;
+then prefilling and waiting requests together, most urgent first. Over 90 % of capacity a more
+urgent waiting request preempts the least urgent running one; under 10 % free blocks the least
+urgent is swapped out. Its margin of 20 % is wider than those 10 %: what was swapped out does not
+come back at once (hysteresis). `AGING` arrivals outweigh one step of priority, which bounds how
+long anybody starves.
+
+static: the classic baseline, as padded generation does it: a batch is admitted whole, with pages
+for prompt + max_tokens reserved; finished rows are computed on until the last of the batch has
+ended; only then comes the next batch. Here for comparison; nobody should serve with it.
 """
 
 from __future__ import annotations
@@ -13,9 +28,13 @@ import enum
 from dataclasses import dataclass
 from typing import Final
 
+from scheduler_svc.core.request import Request
+
+AGING: Final = 1000  # later arrivals of priority p that may overtake a request of priority p + 1
+
 
 class Phase(enum.Enum):
-    """A class of candidates; within one, order of arrival."""
+    """A class of candidates."""
 
     DECODING = enum.auto()
     PREFILLING = enum.auto()
@@ -27,8 +46,21 @@ class Policy:
     name: str
     phases: tuple[Phase, ...]
     safety_margin: float  # the default
+    by_priority: bool = False
+    holds_finished: bool = False  # a batch's rows leave together
+
+    def urgency(self, request: Request) -> int:
+        """Lower goes first; never changes, so a queue can be kept in order. Ticket if equal."""
+        return request.priority * AGING + request.ticket if self.by_priority else request.ticket
 
 
 FIFO: Final = Policy("fifo", (Phase.DECODING, Phase.PREFILLING, Phase.PENDING), 0.15)
+PREFILL_FIRST: Final = Policy(
+    "prefill_first", (Phase.PREFILLING, Phase.DECODING, Phase.PENDING), 0.0
+)
+PRIORITY: Final = Policy(
+    "priority", (Phase.DECODING, Phase.PREFILLING, Phase.PENDING), 0.2, by_priority=True
+)
+STATIC: Final = Policy("static", (Phase.DECODING, Phase.PREFILLING), 0.0, holds_finished=True)
 
-POLICIES: Final = {policy.name: policy for policy in (FIFO,)}
+POLICIES: Final = {policy.name: policy for policy in (FIFO, PREFILL_FIRST, PRIORITY, STATIC)}

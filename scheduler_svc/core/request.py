@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from protos.plan import Int32
+
 NO_ROW: Final = -1
 
 
@@ -49,11 +51,21 @@ class NewRequest:
     sampling: Sampling = field(default_factory=Sampling)
     priority: int = 0  # lower first
     cache_salt: str = ""
+    n: int = 1  # siblings that continue the same prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """Where an offloaded request's KV is: for each cache group, its table in the swap pool."""
+
+    num_tokens: int  # whose KV it is
+    first_pages: tuple[int, ...]  # [G]
+    blocks: tuple[Int32, ...]  # [G] swap blocks
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A live request. Arrival is a ticket number, never a wall clock."""
+    """A live request, or one of its siblings. Arrival is a ticket number, never a wall clock."""
 
     request_id: str
     ticket: int
@@ -63,13 +75,25 @@ class Request:
     sampling: Sampling
     priority: int = 0
     cache_salt: str = ""
+    index: int = 0  # among its siblings
+    siblings: list[Request] = field(default_factory=list)  # to be forked off when it samples
 
     state: RequestState = RequestState.PENDING
     row: int = NO_ROW
-    num_in_flight: int = 0  # plans that name this request and have not returned
+    num_in_flight: int = 0  # plans that name it and have not returned; rows have it while running
     num_preemptions: int = 0
+    num_cached_tokens: int = 0  # found in the prefix cache at its first admission
+    was_admitted: bool = False
+    may_match: bool = True  # the prefix cache
+    names: list[bytes] = field(default_factory=list)  # of its full blocks, as far as asked for
+    swapped: Swapped | None = None  # set while it is offloaded
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it, if one did
+
+    @property
+    def name(self) -> str:
+        """For messages and logs."""
+        return f"{self.request_id}[{self.index}]" if self.index else self.request_id
 
     @property
     def num_output_tokens(self) -> int:

@@ -1,7 +1,8 @@
 """What-if counting of KV memory: how many blocks a step could still take.
 
 `decide` plans with these counts and `commit` takes what was planned, by the allocators' own rule
-for chunks (`chunks_for`), so a committed decision cannot run short.
+for chunks (`chunks_for`), so a committed decision cannot run short. Free blocks of chunks that a
+group holds are its own; free chunks, with or without cached content, are anybody's.
 """
 
 from __future__ import annotations
@@ -9,26 +10,26 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
-import numpy as np
-
+from protos.plan import Int32
 from scheduler_svc.core.allocators import FullAttentionAllocator
-from scheduler_svc.core.state import State
+from scheduler_svc.core.rows import Rows
 
 
 class Room:
     """Free blocks of each cache group and free chunks, as they would be."""
 
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self._allocators: list[FullAttentionAllocator] = state.allocators
-        self._free_blocks = [allocator.num_free for allocator in state.allocators]
-        self._free_chunks = state.pool.num_free
-        self._still_used: dict[tuple[int, int], int] = {}  # (group, chunk) → owned blocks
+    def __init__(self, allocators: list[FullAttentionAllocator]) -> None:
+        self._allocators = allocators
+        self._free_blocks = [allocator.num_free for allocator in allocators]  # of held chunks
+        self._free_chunks = allocators[0].pool.num_free if allocators else 0
+        self._owners: dict[tuple[int, int], int] = {}  # (group, block) → owners, where changed
+        self._used: dict[tuple[int, int], int] = {}  # (group, chunk) → owned blocks, likewise
 
     def copy(self) -> Room:
         twin = copy.copy(self)
         twin._free_blocks = list(self._free_blocks)
-        twin._still_used = dict(self._still_used)
+        twin._owners = dict(self._owners)
+        twin._used = dict(self._used)
         return twin
 
     def fits(self, blocks: Sequence[int]) -> bool:
@@ -42,30 +43,57 @@ class Room:
             added = allocator.chunks_for(blocks[group], self._free_blocks[group])
             self._free_blocks[group] += added * allocator.blocks_per_chunk - blocks[group]
 
-    def give_row(self, row: int) -> None:
-        """Counts the blocks that the row would give back: those that nobody else owns."""
-        for group, allocator in enumerate(self._allocators):
-            blocks = self._state.rows.blocks_of(group, row)
-            freed = blocks[allocator.owners[blocks] == 1]
-            self._free_blocks[group] += len(freed)
-            chunks, counts = np.unique(freed // allocator.blocks_per_chunk, return_counts=True)
-            for chunk, count in zip(chunks.tolist(), counts.tolist(), strict=True):
-                used = self._still_used.get((group, chunk), allocator.used_in(chunk)) - count
-                self._still_used[group, chunk] = used
-                if used == 0:
-                    self._free_chunks += 1
-                    self._free_blocks[group] -= allocator.blocks_per_chunk
+    def share(self, group: int, blocks: Int32) -> bool:
+        """One more owner for each block; False when a free one's chunk is no longer there."""
+        allocator = self._allocators[group]
+        for block in blocks.tolist():
+            owners = self.owners(group, block)
+            self._owners[group, block] = owners + 1
+            if owners:
+                continue
+            chunk = block // allocator.blocks_per_chunk
+            used = self._used.get((group, chunk), int(allocator.used[chunk]))
+            self._used[group, chunk] = used + 1
+            self._free_blocks[group] -= 1
+            if used == 0:
+                self._free_chunks -= 1
+                self._free_blocks[group] += allocator.blocks_per_chunk
+        return self._free_chunks >= 0 and min(self._free_blocks) >= 0
+
+    def give(self, group: int, blocks: Int32) -> None:
+        """One owner less for each block; free are those that nobody else owns."""
+        allocator = self._allocators[group]
+        for block in blocks.tolist():
+            owners = self.owners(group, block) - 1
+            self._owners[group, block] = owners
+            if owners:
+                continue
+            chunk = block // allocator.blocks_per_chunk
+            used = self._used.get((group, chunk), int(allocator.used[chunk])) - 1
+            self._used[group, chunk] = used
+            self._free_blocks[group] += 1
+            if used == 0:
+                self._free_chunks += 1
+                self._free_blocks[group] -= allocator.blocks_per_chunk
+
+    def give_row(self, rows: Rows, row: int) -> None:
+        """Counts all that a row would give back."""
+        for group in range(len(self._allocators)):
+            self.give(group, rows.blocks_of(group, row))
+
+    def owners(self, group: int, block: int) -> int:
+        known = self._owners.get((group, block))
+        return int(self._allocators[group].owners[block]) if known is None else known
 
     def free_share(self) -> float:
         """Free blocks, those of free chunks included, over all blocks: 0 to 1."""
-        pool = self._state.pool
-        if not pool.num_usable:
+        if not self._allocators or not self._allocators[0].pool.num_usable:
             return 0.0
         in_chunks = sum(
             free / allocator.blocks_per_chunk
             for free, allocator in zip(self._free_blocks, self._allocators, strict=True)
         )
-        return (self._free_chunks + in_chunks) / pool.num_usable
+        return (self._free_chunks + in_chunks) / self._allocators[0].pool.num_usable
 
     def _chunks_for(self, blocks: Sequence[int]) -> int:
         return sum(

@@ -28,17 +28,21 @@ class Rows:
         self.last_token = np.zeros(num_rows, np.int32)  # [N] token_ids[-1]
         self.is_decoding = np.zeros(num_rows, np.bool_)  # [N] all known tokens are scheduled
         self.is_finished = np.zeros(num_rows, np.bool_)  # [N] ended, but a plan names the row
+        self.awaits_fork = np.zeros(num_rows, np.bool_)  # [N] a sibling whose prompt is not done
         self.num_in_flight = np.zeros(num_rows, np.int32)  # [N] plans that name the row
         self.generation = np.zeros(num_rows, np.int32)  # [N] counts the tenants that have left
+        self.published = np.zeros(num_rows, np.int32)  # [N] pages named in the prefix cache
 
         self.temperature = np.zeros(num_rows, np.float32)  # [N]
         self.top_k = np.zeros(num_rows, np.int32)  # [N]
         self.top_p = np.ones(num_rows, np.float32)  # [N]
         self.min_p = np.zeros(num_rows, np.float32)  # [N]
         self.seed = np.zeros(num_rows, np.uint64)  # [N]
-        self.sibling = np.zeros(num_rows, np.uint64)  # [N]
+        self.sibling = np.zeros(num_rows, np.uint64)  # [N] index among its siblings
 
+        # a block table has entries for pages table_first to table_len - 1 of the request
         self.table = np.zeros((num_groups, num_rows, table_width), np.int32)  # [G, N, W] blocks
+        self.table_first = np.zeros((num_groups, num_rows), np.int32)  # [G, N]
         self.table_len = np.zeros((num_groups, num_rows), np.int32)  # [G, N]
 
         self.running: dict[int, Request] = {}  # row → request, in order of admission
@@ -56,12 +60,12 @@ class Rows:
         return self._order
 
     def next_free(self, count: int) -> list[int]:
-        """The rows that the next `count` admissions will get, in order."""
+        """That many free rows, the one given back last first."""
         return self._free[: -count - 1 : -1] if count else []
 
-    def assign(self, request: Request) -> int:
-        """Gives a pending request a row, with nothing computed and empty block tables."""
-        row = self._free.pop()
+    def assign(self, request: Request, row: int) -> None:
+        """Gives a pending request a free row, with nothing computed and empty block tables."""
+        self._free.remove(row)
         request.row = row
         self.running[row] = request
         self._order = None
@@ -72,7 +76,10 @@ class Rows:
         self.last_token[row] = request.token_ids[-1]
         self.is_decoding[row] = False
         self.is_finished[row] = False
+        self.awaits_fork[row] = False
         self.num_in_flight[row] = 0
+        self.published[row] = 0
+        self.table_first[:, row] = 0
         self.table_len[:, row] = 0
         sampling = request.sampling
         self.temperature[row] = sampling.temperature
@@ -80,13 +87,14 @@ class Rows:
         self.top_p[row] = sampling.top_p
         self.min_p[row] = sampling.min_p
         self.seed[row] = sampling.seed
-        self.sibling[row] = 0
-        return row
+        self.sibling[row] = request.index
 
     def vacate(self, request: Request) -> None:
         """Takes the row back; its block tables must be empty."""
         row = request.row
-        assert not self.table_len[:, row].any(), f"row {row} still owns blocks"
+        assert (self.table_len[:, row] == self.table_first[:, row]).all(), (
+            f"row {row} still owns blocks"
+        )
         del self.running[row]
         self.generation[row] += 1  # plans in flight that name the row mean the old tenant
         self._order = None
@@ -95,6 +103,20 @@ class Rows:
         request.row = NO_ROW
 
     def blocks_of(self, group: int, row: int) -> Int32:
-        """The row's block table in a group. [table_len]"""
-        table: Int32 = self.table[group, row, : self.table_len[group, row]]
+        """The row's block table in a group. [table_len - table_first]"""
+        first, end = self.table_first[group, row], self.table_len[group, row]
+        table: Int32 = self.table[group, row, first:end]
         return table
+
+    def take_blocks(self, group: int, row: int) -> Int32:
+        """The row's block table, which is empty after that."""
+        blocks = self.blocks_of(group, row).copy()
+        self.table_first[group, row] = self.table_len[group, row] = 0
+        return blocks
+
+    def set_table(self, group: int, row: int, first_page: int, blocks: Int32) -> None:
+        """Makes these blocks the row's table, which must be empty."""
+        end = first_page + len(blocks)
+        self.table[group, row, first_page:end] = blocks
+        self.table_first[group, row] = first_page
+        self.table_len[group, row] = end

@@ -1,52 +1,113 @@
-"""Who makes room when running requests stall for want of KV memory.
+"""Who makes room when KV memory is short, and for whom.
 
-The fewest requests that cover the need, newest first; never one that the step already schedules,
-never the last active one, so the oldest always gets on and nothing can wedge. What finished
-requests will give back when their plans return counts as coming: then everybody waits for it.
+Running requests that stall: the fewest victims that cover the need, newest first (least urgent
+first under the priority policy); never one that the step already computes, never the last active
+one, so the oldest always gets on and nothing can wedge. What ended requests will give back when
+their plans return counts as coming: then everybody waits for it. If the last active request
+itself stalls, its blocks and those of the other groups block each other inside chunks: it is
+reset once, without the prefix cache, which puts its blocks side by side.
 
-A victim is soft-reset: it keeps its tokens, loses its KV, and waits in its old place of arrival.
+Under the priority policy there are two more reasons, one victim a step: a more urgent request
+waits while rows or blocks are over 90 % in use; and fewer than 10 % of the blocks are free while
+the least urgent running request is less urgent than another.
+
+A victim keeps its tokens and waits in its old place; its KV goes to the swap pool if that has
+room (decide.by_kind), else it is computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from typing import Final
 
+import numpy as np
+
+from scheduler_svc.core.batch import Batch, blocks_needed
 from scheduler_svc.core.request import Request, RequestState
 from scheduler_svc.core.room import Room
 from scheduler_svc.core.state import State
 
+FULL_SHARE: Final = 0.9  # of rows or blocks in use: the more urgent preempt
+LOW_SHARE: Final = 0.1  # of blocks free: the least urgent is swapped out
 
-def make_room(
-    state: State,
-    room: Room,
-    needs: Mapping[int, Sequence[int]],
-    scheduled: Collection[int],
+
+def choose_victims(state: State, room: Room) -> list[Request]:
+    """Whom the priority policy preempts before the step is planned; counted into `room`."""
+    if not state.policy.by_priority:
+        return []
+    active = _active(state)
+    if len(active) < 2:
+        return []
+    victim = max(active, key=lambda r: (r.priority, -r.num_output_tokens, r.ticket))
+    most_urgent = min(request.priority for request in active)
+    waiting = next(state.pending.in_order(), None)
+    used_rows = len(state.rows.running) / state.rows.num_rows
+    free = room.free_share()
+    is_full = used_rows > FULL_SHARE or 1 - free > FULL_SHARE
+    is_overtaken = waiting is not None and waiting.priority < victim.priority
+    is_low = free < LOW_SHARE and most_urgent < victim.priority
+    if not (is_full and is_overtaken) and not is_low:
+        return []
+    room.give_row(state.rows, victim.row)
+    return [victim]
+
+
+def relieve(state: State, batch: Batch, victims: list[Request]) -> list[Request]:
+    """Further victims for the stalled rows, which then join the batch as far as they fit."""
+    if not batch.stalled:
+        return []
+    needs = {row: _need(state, row) for row in batch.stalled}
+    spared = batch.scheduled() | {request.row for request in victims}
+    chosen = _cover(state, batch.room, needs, spared, len(victims))
+    reset = {request.row for request in chosen}
+    stalled, batch.stalled = batch.stalled, []
+    for row in stalled:
+        if row not in reset:
+            outstanding = state.rows.known[row] + state.rows.outstanding[row]
+            batch.add_row(row, int(outstanding - state.rows.computed[row]))
+    if batch.is_empty and not chosen and not state.in_flight and not victims:
+        active = _active(state)
+        assert len(active) == 1, f"wedged with {len(active)} stalled requests"
+        return active
+    return chosen
+
+
+def _cover(
+    state: State, room: Room, needs: dict[int, list[int]], spared: set[int], gone: int
 ) -> list[Request]:
-    """Victims, newest first; their blocks are counted into `room`.
-
-    `needs` has the blocks of each group that every stalled row wants, `scheduled` the rows that
-    this step computes already.
-    """
     coming = room.copy()
-    active: list[Request] = []
     for row, request in state.rows.running.items():
         if request.state is RequestState.FINISHED:
-            coming.give_row(row)
-        else:
-            active.append(request)
-    wanted = dict(needs)
-    victims: list[Request] = []
-    for request in sorted(active, key=lambda request: request.ticket, reverse=True):
-        if not wanted or coming.fits(_total(wanted)) or len(victims) == len(active) - 1:
+            coming.give_row(state.rows, row)
+    active = _active(state)
+    chosen: list[Request] = []
+    for request in sorted(active, key=state.policy.urgency, reverse=True):
+        total = [sum(blocks) for blocks in zip(*needs.values(), strict=True)]
+        if not needs or coming.fits(total) or len(chosen) + gone == len(active) - 1:
             break
-        if request.row in scheduled:
+        if request.row in spared:
             continue
-        room.give_row(request.row)
-        coming.give_row(request.row)
-        wanted.pop(request.row, None)
-        victims.append(request)
-    return victims
+        room.give_row(state.rows, request.row)
+        coming.give_row(state.rows, request.row)
+        needs.pop(request.row, None)
+        chosen.append(request)
+    return chosen
 
 
-def _total(needs: Mapping[int, Sequence[int]]) -> list[int]:
-    return [sum(blocks) for blocks in zip(*needs.values(), strict=True)]
+def _need(state: State, row: int) -> list[int]:
+    """Blocks of each group for the row's next token, a copy of a shared tail included."""
+    needed, _ = blocks_needed(state, np.array([row], np.int32), np.array([1], np.int32))
+    computed = int(state.rows.computed[row])
+    for group, allocator in enumerate(state.allocators):
+        if computed % state.geometry.page_size:
+            tail = state.rows.blocks_of(group, row)[-1]
+            needed[group, 0] += int(allocator.owners[tail] > 1)
+    return [int(blocks) for blocks in needed[:, 0]]
+
+
+def _active(state: State) -> list[Request]:
+    """Running requests that have not ended, without siblings that are not forked off yet."""
+    return [
+        request
+        for row, request in state.rows.running.items()
+        if request.state is not RequestState.FINISHED and not state.rows.awaits_fork[row]
+    ]

@@ -2,7 +2,7 @@
 
     submit ─▶ PENDING ──assign──▶ PREFILLING ──first token──▶ DECODING ──▶ FINISHED
                  ▲                     │                          │
-                 └──────soft_reset─────┴──────────────────────────┘
+                 └─soft_reset, offload─┴──────────────────────────┘
 
 A finished request that plans in flight still name keeps its row and blocks until the last of
 them has returned: `release` gives them back, once, and is the only place that does.
@@ -10,60 +10,104 @@ them has returned: `release` gives them back, once, and is the only place that d
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from protos.plan import Int32
-from scheduler_svc.core.allocators import FullAttentionAllocator
+from scheduler_svc.core.allocators import FullAttentionAllocator, SlidingAttentionAllocator
 from scheduler_svc.core.cache_pool import CachePool
 from scheduler_svc.core.limits import NO_MEMORY, Geometry, Limits
 from scheduler_svc.core.pending import PendingQueue
+from scheduler_svc.core.policies import FIFO, Policy
+from scheduler_svc.core.prefix_cache import PrefixCache
 from scheduler_svc.core.request import (
     NO_ROW,
     FinishReason,
     NewRequest,
     Request,
     RequestState,
+    Swapped,
 )
 from scheduler_svc.core.rows import Rows
 
 
+@dataclass(slots=True)
+class Transfers:
+    """What the next plan moves before its forward: (group, from, to) triples."""
+
+    swap_out: list[tuple[int, int, int]] = field(default_factory=list)  # block → swap block
+    swap_in: list[tuple[int, int, int]] = field(default_factory=list)  # swap block → block
+    copy: list[tuple[int, int, int]] = field(default_factory=list)  # block → block
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class InFlight:
-    """A plan without a result: what was sent, for results carry no request ids."""
+    """A plan without a result: what was sent, for results carry no request ids.
+
+    It names the rows that it computes, and behind them the siblings that it forks off.
+    """
 
     step_id: int
-    rows: Int32  # [R]
+    rows: Int32  # [R] computed
     num_new_tokens: Int32  # [R]
-    generation: Int32  # [R] of the rows when planned
-    sampled: npt.NDArray[np.intp]  # [S] indices into rows: those that sample
-    admitted: Int32  # [I] rows with a new tenant
-    requests: list[Request]  # [R]
+    ends: Int32  # [R] tokens of each row after the step
+    named: Int32  # [R + forks] rows
+    generation: Int32  # [R + forks] of the rows when planned
+    requests: list[Request]  # [R + forks]
+    sampled: npt.NDArray[np.intp]  # [S] index into rows: whose last token's logits are sampled
+    sampled_for: npt.NDArray[np.intp]  # [S] index into named: who gets the token
+    new_tenants: Int32  # [I] rows
+    transfers: Transfers
+    freed_swap: list[tuple[int, Int32]]  # (group, swap blocks), free once the plan has returned
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened since the start, for the operator."""
+
+    soft_resets: int = 0
+    offloads: int = 0
+    restores: int = 0
 
 
 class State:
     """The scheduler's state; decide reads it, commit, absorb and the methods here change it."""
 
-    def __init__(self, limits: Limits, geometry: Geometry = NO_MEMORY) -> None:
+    def __init__(
+        self, limits: Limits, geometry: Geometry = NO_MEMORY, policy: Policy = FIFO
+    ) -> None:
         self.limits = limits
-        self.requests: dict[str, Request] = {}  # every live request, in order of arrival
+        self.policy = policy
+        # request_id → the request and its siblings, as far as they live; in order of arrival
+        self.requests: dict[str, list[Request]] = {}
         self.pending = PendingQueue()
+        self.counters = Counters()
         self.next_ticket = 0
         self.next_step_id = 0
-        self.num_soft_resets = 0
         self.in_flight: deque[InFlight] = deque()
+        self.transfers = Transfers()  # for the next plan
         self._set_memory(geometry)
 
     def _set_memory(self, geometry: Geometry) -> None:
         self.geometry = geometry
         self.pool = CachePool(geometry.num_chunks)
-        self.allocators = [
-            FullAttentionAllocator(self.pool, geometry.page_size, group.blocks_per_chunk)
-            for group in geometry.groups
-        ]
+        self.swap_pool = CachePool(geometry.num_swap_chunks, reserved=0)
+        self.allocators: list[FullAttentionAllocator] = []
+        self.swap_allocators: list[FullAttentionAllocator] = []
+        for group in geometry.groups:
+            shape = (geometry.page_size, group.blocks_per_chunk)
+            self.allocators.append(
+                SlidingAttentionAllocator(self.pool, *shape, group.sliding_window)
+                if group.sliding_window
+                else FullAttentionAllocator(self.pool, *shape)
+            )
+            self.swap_allocators.append(FullAttentionAllocator(self.swap_pool, *shape))
+        self.prefix_cache = PrefixCache(self.allocators, geometry.page_size)
         longest = min(geometry.max_model_len, geometry.pool_tokens)
         self.rows = Rows(
             self.limits.max_requests_per_batch,
@@ -71,10 +115,10 @@ class State:
             -(-longest // geometry.page_size),
         )
 
-    def submit(self, new: NewRequest) -> Request:
-        """Accepts a request; the caller has checked that it can ever fit (admission.py)."""
+    def submit(self, new: NewRequest) -> list[Request]:
+        """Accepts a request and its siblings; the caller has checked that it can ever fit."""
         assert new.request_id not in self.requests, f"{new.request_id} is live already"
-        request = Request(
+        first = Request(
             request_id=new.request_id,
             ticket=self.next_ticket,
             token_ids=list(new.prompt_token_ids),
@@ -84,36 +128,67 @@ class State:
             priority=new.priority,
             cache_salt=new.cache_salt,
         )
-        self.next_ticket += 1
-        self.requests[request.request_id] = request
-        self.pending.add(request)
-        return request
+        first.siblings = [
+            replace(
+                first,
+                index=index,
+                ticket=first.ticket + index,
+                token_ids=list(first.token_ids),
+                siblings=[],
+                names=[],
+            )
+            for index in range(1, new.n)
+        ]
+        self.next_ticket += new.n
+        self.requests[new.request_id] = [first, *first.siblings]
+        self.wait(first)
+        return [first, *first.siblings]
+
+    def wait(self, request: Request) -> None:
+        """Puts a request into the queue, in the place that the policy gives it."""
+        self.pending.add(request, self.policy.urgency(request))
+
+    def live(self) -> Iterator[Request]:
+        """Every live request and sibling, in order of arrival."""
+        return itertools.chain.from_iterable(self.requests.values())
 
     def finish(
         self, request: Request, reason: FinishReason, stop_token_id: int | None = None
     ) -> None:
-        """Ends a live request, in whatever state it is."""
-        assert request.state is not RequestState.FINISHED, f"{request.request_id} ended already"
-        if request.row == NO_ROW:
+        """Ends a live request, in whatever state it is; siblings not forked off end with it."""
+        assert request.state is not RequestState.FINISHED, f"{request.name} ended already"
+        if request in self.pending:
             self.pending.remove(request)
+        if request.swapped is not None:
+            self._drop_swapped(request.swapped)
+            request.swapped = None
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.stop_token_id = stop_token_id
-        del self.requests[request.request_id]
+        family = self.requests[request.request_id]
+        family.remove(request)
+        if not family:
+            del self.requests[request.request_id]
+        siblings, request.siblings = request.siblings, []
+        for sibling in siblings:
+            self.finish(sibling, reason)
         if request.row == NO_ROW:
             return
         self.rows.is_finished[request.row] = True
-        if self.rows.num_in_flight[request.row] == 0:
+        if self.rows.num_in_flight[request.row] == 0 and not self.policy.holds_finished:
             self.release(request)
 
     def release(self, request: Request) -> None:
         """Gives back the blocks and the row of a request."""
-        row = request.row
+        self.prefix_cache.break_promises(request)
         for group, allocator in enumerate(self.allocators):
-            # the last block first: what comes first in the table is taken again last
-            allocator.give(self.rows.blocks_of(group, row)[::-1])
-            self.rows.table_len[group, row] = 0
+            # the last block first: what comes first in a table is reclaimed last
+            allocator.give(self.rows.take_blocks(group, request.row)[::-1])
         self.rows.vacate(request)
+        for sibling in request.siblings:
+            if sibling.row != NO_ROW:
+                self.rows.vacate(sibling)
+                sibling.state = RequestState.PENDING
 
     def soft_reset(self, request: Request) -> None:
         """Takes everything from a running request but its tokens; it waits in its old place.
@@ -124,8 +199,44 @@ class State:
         self.release(request)
         request.state = RequestState.PENDING
         request.num_preemptions += 1
-        self.num_soft_resets += 1
-        self.pending.add(request)
+        self.counters.soft_resets += 1
+        self.wait(request)
+
+    def offload(self, request: Request) -> None:
+        """Moves a running request's KV to the swap pool, with the next plan; it waits for space.
+
+        The caller has seen that the swap pool has room. What a plan in flight computes for it
+        counts: the copy is made after that plan.
+        """
+        row = request.row
+        first_pages, swap_tables = [], []
+        for group, allocator in enumerate(self.swap_allocators):
+            blocks = self.rows.blocks_of(group, row)
+            swap_blocks = allocator.take(len(blocks))
+            pairs = zip(blocks.tolist(), swap_blocks.tolist(), strict=True)
+            self.transfers.swap_out += [(group, block, swap) for block, swap in pairs]
+            first_pages.append(int(self.rows.table_first[group, row]))
+            swap_tables.append(swap_blocks)
+        request.swapped = Swapped(
+            int(self.rows.computed[row]), tuple(first_pages), tuple(swap_tables)
+        )
+        self.release(request)
+        request.state = RequestState.PENDING
+        request.num_preemptions += 1
+        self.counters.offloads += 1
+        self.wait(request)
+
+    def _drop_swapped(self, swapped: Swapped) -> None:
+        """Gives swap blocks back; while plans are in flight, with the newest one's result."""
+        freed = list(enumerate(swapped.blocks))
+        if self.in_flight:
+            self.in_flight[-1].freed_swap.extend(freed)
+        else:
+            self.free_swap(freed)
+
+    def free_swap(self, freed: list[tuple[int, Int32]]) -> None:
+        for group, blocks in freed:
+            self.swap_allocators[group].give(blocks)
 
     def lose_worker(self, geometry: Geometry = NO_MEMORY) -> None:
         """All KV is gone: every running request is soft-reset, plans in flight are forgotten.
@@ -134,13 +245,17 @@ class State:
         has come back; what was sampled but never returned is sampled again, to the same end.
         """
         self.in_flight.clear()
+        self.transfers = Transfers()
         self.next_step_id = 0  # each session counts its steps from 0
         self.rows.num_in_flight[:] = 0
         for request in list(self.rows.running.values()):
+            if request.row == NO_ROW or self.rows.awaits_fork[request.row]:
+                continue  # a sibling leaves with the request that it is to be forked from
             if request.state is RequestState.FINISHED:
                 self.release(request)
             else:
                 self.soft_reset(request)
-        for request in self.requests.values():
+        for request in self.live():
             request.num_in_flight = 0
+            request.swapped = None
         self._set_memory(geometry)

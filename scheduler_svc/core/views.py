@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from scheduler_svc.core.request import NO_ROW, Request, RequestState
 from scheduler_svc.core.state import State
 
@@ -57,19 +59,26 @@ class CacheView:
     groups: list[CacheGroupView]
     tokens_stored: int
     utilisation: float
+    prefix_queries: int
+    prefix_hits: int
+    swap_chunks_total: int
+    swap_chunks_free: int
+    offloads: int
+    restores: int
     soft_resets: int
 
 
 def list_requests(state: State) -> list[RequestView]:
     """Every live request, in order of arrival."""
-    return [_view(state, request) for request in state.requests.values()]
+    return [_view(state, request) for request in state.live()]
 
 
 def get_request(state: State, request_id: str) -> RequestDetail | None:
-    """All that is known of a live request, or None."""
-    request = state.requests.get(request_id)
-    if request is None:
+    """All that is known of a live request (of the first of its siblings), or None."""
+    family = state.requests.get(request_id)
+    if family is None:
         return None
+    request = family[0]
     row = None if request.row == NO_ROW else request.row
     return RequestDetail(
         summary=_view(state, request),
@@ -81,7 +90,11 @@ def get_request(state: State, request_id: str) -> RequestDetail | None:
         block_tables=[
             BlockTableView(
                 group=geometry.kind,
-                first_position=0,
+                first_position=(
+                    0
+                    if row is None
+                    else int(state.rows.table_first[group, row]) * state.geometry.page_size
+                ),
                 blocks=[] if row is None else state.rows.blocks_of(group, row).tolist(),
             )
             for group, geometry in enumerate(state.geometry.groups)
@@ -90,11 +103,16 @@ def get_request(state: State, request_id: str) -> RequestDetail | None:
 
 
 def get_cache(state: State) -> CacheView:
-    """How the KV memory is used. Shared blocks count once; a page owned in part counts whole."""
-    rows, page_size = state.rows, state.geometry.page_size
-    running = rows.order()
-    stored = int(rows.computed[running].sum())
-    could_hold = sum(allocator.num_owned for allocator in state.allocators) * page_size
+    """How the KV memory is used; shared blocks count once.
+
+    Utilisation is the share of token places in owned chunks that hold a token's KV: what is lost
+    are the ends of last pages, and blocks of chunks that nobody owns.
+    """
+    page_size = state.geometry.page_size
+    stored = could_hold = 0
+    for group, allocator in enumerate(state.allocators):
+        stored += allocator.num_owned * page_size - _empty_places(state, group)
+        could_hold += len(allocator.held_chunks()) * allocator.blocks_per_chunk * page_size
     return CacheView(
         page_size=page_size,
         chunks_total=state.pool.num_usable,
@@ -104,18 +122,35 @@ def get_cache(state: State) -> CacheView:
             CacheGroupView(
                 group=geometry.kind,
                 num_layers=geometry.num_layers,
-                sliding_window=0,
+                sliding_window=geometry.sliding_window,
                 blocks_total=allocator.num_blocks,
                 blocks_free=allocator.num_blocks - allocator.num_owned,
-                blocks_cached=0,
+                blocks_cached=allocator.num_cached,
                 blocks_owned=allocator.num_owned,
             )
             for geometry, allocator in zip(state.geometry.groups, state.allocators, strict=True)
         ],
         tokens_stored=stored,
-        utilisation=stored * len(state.allocators) / could_hold if could_hold else 1.0,
-        soft_resets=state.num_soft_resets,
+        utilisation=stored / could_hold if could_hold else 1.0,
+        prefix_queries=state.prefix_cache.num_queried,
+        prefix_hits=state.prefix_cache.num_hit,
+        swap_chunks_total=state.swap_pool.num_usable,
+        swap_chunks_free=state.swap_pool.num_free,
+        offloads=state.counters.offloads,
+        restores=state.counters.restores,
+        soft_resets=state.counters.soft_resets,
     )
+
+
+def _empty_places(state: State, group: int) -> int:
+    """Token places of last pages that hold nothing yet; a shared last page counts once."""
+    rows, page_size = state.rows, state.geometry.page_size
+    running = rows.order()
+    running = running[rows.table_len[group, running] > rows.table_first[group, running]]
+    tails = rows.table[group, running, rows.table_len[group, running] - 1]
+    empty = np.maximum(rows.table_len[group, running] * page_size - rows.computed[running], 0)
+    _, first = np.unique(tails, return_index=True)
+    return int(empty[first].sum())
 
 
 def _view(state: State, request: Request) -> RequestView:
@@ -123,7 +158,7 @@ def _view(state: State, request: Request) -> RequestView:
     return RequestView(
         request_id=request.request_id,
         state=request.state.value,
-        offloaded=False,
+        offloaded=request.swapped is not None,
         priority=request.priority,
         prompt_tokens=request.num_prompt_tokens,
         computed_tokens=int(state.rows.computed[request.row]) if has_row else 0,

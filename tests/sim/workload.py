@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,10 +13,17 @@ from scheduler_svc.core.admission import why_never_fits
 from scheduler_svc.core.check import check, check_rows
 from scheduler_svc.core.commit import commit
 from scheduler_svc.core.decide import decide
-from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry, Limits
+from scheduler_svc.core.limits import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    Geometry,
+    GroupGeometry,
+    Limits,
+)
 from scheduler_svc.core.pack import pack
+from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.request import FinishReason, NewRequest, Request, Sampling
-from scheduler_svc.core.state import State
+from scheduler_svc.core.state import Counters, State
 from tests.shadow_worker import ShadowWorker, expected_tokens
 
 
@@ -23,7 +31,7 @@ from tests.shadow_worker import ShadowWorker, expected_tokens
 class Setup:
     """The memory and the limits of a run."""
 
-    num_blocks: int = 64
+    num_blocks: int = 64  # chunks, strictly speaking
     page_size: int = 4
     max_batch_tokens: int = 64
     max_requests: int = 8
@@ -31,16 +39,25 @@ class Setup:
     safety_margin: float = 0.15
     cache_budget: int = 0
     max_plans_in_flight: int = 1
-    blocks_per_chunk: int = 1
+    groups: tuple[tuple[int, int], ...] = ((0, 1),)  # (sliding window or 0, blocks per chunk)
+    swap_chunks: int = 0
+    allow_block_sharing: bool = True
+    policy: str = "fifo"
     vocab_size: int = 50
 
     def geometry(self) -> Geometry:
         return Geometry(
             page_size=self.page_size,
-            num_chunks=2 + self.num_blocks // self.blocks_per_chunk,
+            num_chunks=2 + self.num_blocks,
             chunk_bytes=64,
-            groups=(GroupGeometry(FULL_ATTENTION, 1, self.blocks_per_chunk),),
+            groups=tuple(
+                GroupGeometry(
+                    SLIDING_ATTENTION if window else FULL_ATTENTION, 1, blocks_per_chunk, window
+                )
+                for window, blocks_per_chunk in self.groups
+            ),
             max_model_len=self.max_model_len,
+            num_swap_chunks=self.swap_chunks,
         )
 
     def limits(self) -> Limits:
@@ -50,6 +67,7 @@ class Setup:
             cache_budget=self.cache_budget,
             safety_margin=self.safety_margin,
             max_plans_in_flight=self.max_plans_in_flight,
+            allow_block_sharing=self.allow_block_sharing,
         )
 
 
@@ -58,14 +76,24 @@ class Outcome:
     """What a run did."""
 
     steps: int = 0
-    tokens: dict[str, list[int]] = field(default_factory=dict)
-    reasons: dict[str, FinishReason] = field(default_factory=dict)
+    tokens: dict[Key, list[int]] = field(default_factory=dict)
+    reasons: dict[Key, FinishReason] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
-    soft_resets: int = 0
+    cached_tokens: dict[Key, int] = field(default_factory=dict)
+    counters: Counters = field(default_factory=Counters)
+    forks: int = 0
+    tail_copies: int = 0
     chunked_prefills: int = 0
     mixed_steps: int = 0
     most_running: int = 0
     trace: list[bytes] = field(default_factory=list)
+
+
+Key = tuple[str, int]  # request_id and index
+
+
+def key(request: Request) -> Key:
+    return request.request_id, request.index
 
 
 class Simulation:
@@ -74,12 +102,16 @@ class Simulation:
     def __init__(self, setup: Setup, seed: int = 0, keep_trace: bool = False) -> None:
         self.setup = setup
         self.rng = np.random.default_rng(seed)
-        self.state = State(setup.limits(), setup.geometry())
+        self.state = State(setup.limits(), setup.geometry(), POLICIES[setup.policy])
         # a shuffled pool, so that a stale read cannot pass by luck
-        self.rng.shuffle(self.state.pool.free)
+        self.rng.shuffle(self.state.pool.clean)
+        self.rng.shuffle(self.state.swap_pool.clean)
         self.worker = ShadowWorker(setup.geometry(), setup.max_requests, setup.vocab_size)
-        self.pristine = [kv[: setup.page_size * setup.blocks_per_chunk].copy()
-                         for kv in self.worker.kv]
+        self.worker.most_tokens = setup.max_batch_tokens * setup.max_plans_in_flight
+        self.pristine = [
+            kv[: setup.page_size * blocks].copy()
+            for kv, (_, blocks) in zip(self.worker.kv, setup.groups, strict=True)
+        ]
         self.results: deque = deque()
         self.outcome = Outcome()
         self.keep_trace = keep_trace
@@ -88,13 +120,15 @@ class Simulation:
         if why_never_fits(self.state.geometry, len(new.prompt_token_ids), new.max_tokens):
             self.outcome.refused.append(new.request_id)
             return None
-        self.outcome.tokens[new.request_id] = []
-        return self.state.submit(new)
+        family = self.state.submit(new)
+        self.outcome.tokens.update((key(request), []) for request in family)
+        return family[0]
 
     def abort(self, request_id: str) -> None:
-        request = self.state.requests.get(request_id)
-        if request is not None:
-            self.state.finish(request, FinishReason.ABORT)
+        """As a client does it: with all siblings."""
+        for request in list(self.state.requests.get(request_id, [])):
+            if request.finish_reason is None:  # a sibling may have ended with the first
+                self.state.finish(request, FinishReason.ABORT)
             self._ended(request)
 
     def plan(self) -> bool:
@@ -103,12 +137,14 @@ class Simulation:
             return False
         decision = decide(self.state)
         step = commit(self.state, decision)
-        self.outcome.soft_resets += len(decision.soft_resets)
+        self.outcome.counters = self.state.counters
         if step is None:
             return not decision.is_empty
         plan = pack(self.state, step)
         assert plan.query_start_loc[-1] <= self.setup.max_batch_tokens
         assert len(step.rows) <= self.setup.max_requests
+        self.outcome.forks += len(step.named) - len(step.rows)
+        self.outcome.tail_copies += len(step.transfers.copy)
         if self.keep_trace:
             from protos.plan import encode_plan
 
@@ -128,7 +164,7 @@ class Simulation:
     def absorb(self) -> None:
         absorbed = absorb(self.state, self.results.popleft())
         for request, token_id in absorbed.tokens:
-            self.outcome.tokens[request.request_id].append(token_id)
+            self.outcome.tokens[key(request)].append(token_id)
             if request.finish_reason is not None:
                 self._ended(request)
 
@@ -148,14 +184,17 @@ class Simulation:
             assert self.turn(), f"wedged with {len(self.state.requests)} live requests"
         check(self.state)
         assert self.state.pool.num_free == self.state.pool.num_usable, "blocks leaked"
+        assert self.state.swap_pool.num_free == self.state.swap_pool.num_usable
+        assert not self.state.prefix_cache.num_promised
         assert not self.state.rows.running
         self.worker.check_reserved(self.pristine)
         return self.outcome
 
     def _ended(self, request: Request) -> None:
-        assert request.request_id not in self.outcome.reasons, "ended twice"
+        assert key(request) not in self.outcome.reasons, "ended twice"
         assert request.finish_reason is not None
-        self.outcome.reasons[request.request_id] = request.finish_reason
+        self.outcome.reasons[key(request)] = request.finish_reason
+        self.outcome.cached_tokens[key(request)] = request.num_cached_tokens
 
 
 def random_requests(
@@ -167,19 +206,31 @@ def random_requests(
     vocab_size: int = 50,
     stop_share: float = 0.3,
     sampled_share: float = 0.3,
+    prefixes: int = 0,
+    fork_share: float = 0.0,
+    priorities: int = 1,
 ) -> list[NewRequest]:
-    """Requests with uniform lengths in the given ranges (both ends included)."""
+    """Requests with uniform lengths in the given ranges (both ends included).
+
+    With `prefixes`, most prompts begin like one of that many long ones.
+    """
     requests = []
+    shared = [rng.integers(0, vocab_size, prompt[1]).tolist() for _ in range(prefixes)]
     for i in range(count):
         stops = frozenset(
             rng.integers(0, vocab_size, 2).tolist() if rng.random() < stop_share else []
         )
+        tokens = rng.integers(0, vocab_size, rng.integers(prompt[0], prompt[1] + 1)).tolist()
+        if shared and rng.random() < 0.8:
+            begin = shared[int(rng.integers(prefixes))][: int(rng.integers(len(tokens) + 1))]
+            tokens[: len(begin)] = begin
         requests.append(
             NewRequest(
                 request_id=f"r{i}",
-                prompt_token_ids=rng.integers(
-                    0, vocab_size, rng.integers(prompt[0], prompt[1] + 1)
-                ).tolist(),
+                prompt_token_ids=tokens,
+                n=int(rng.integers(2, 5)) if rng.random() < fork_share else 1,
+                priority=int(rng.integers(priorities)),
+                cache_salt="other" if rng.random() < 0.1 else "",
                 max_tokens=int(rng.integers(output[0], output[1] + 1)),
                 sampling=Sampling(
                     temperature=1.0 if rng.random() < sampled_share else 0.0,
@@ -191,17 +242,25 @@ def random_requests(
     return requests
 
 
-def expected(requests: list[NewRequest], vocab_size: int) -> dict[str, list[int]]:
-    """The tokens that each request must produce."""
+def expected(
+    requests: list[NewRequest], vocab_size: int, windows: Sequence[int] = (0,)
+) -> dict[Key, list[int]]:
+    """The tokens that each request, and each sibling, must produce."""
+    family = [(new, index) for new in requests for index in range(new.n)]
     outputs = expected_tokens(
-        [new.prompt_token_ids for new in requests],
-        [new.max_tokens for new in requests],
+        [new.prompt_token_ids for new, _ in family],
+        [new.max_tokens for new, _ in family],
         vocab_size,
-        [new.sampling.temperature for new in requests],
-        [new.sampling.seed for new in requests],
-        [new.sampling.stop_token_ids for new in requests],
+        [new.sampling.temperature for new, _ in family],
+        [new.sampling.seed for new, _ in family],
+        [new.sampling.stop_token_ids for new, _ in family],
+        windows,
+        [index for _, index in family],
     )
-    return {new.request_id: tokens for new, tokens in zip(requests, outputs, strict=True)}
+    return {
+        (new.request_id, index): tokens
+        for (new, index), tokens in zip(family, outputs, strict=True)
+    }
 
 
 def run_workload(
@@ -228,21 +287,22 @@ def run_workload(
         progressed = simulation.turn()
         assert progressed or waiting or not simulation.state.requests, "wedged"
     outcome = simulation.run()
-    verify(requests, outcome, setup.vocab_size)
+    verify(requests, outcome, setup)
     return outcome
 
 
-def verify(requests: list[NewRequest], outcome: Outcome, vocab_size: int) -> None:
+def verify(requests: list[NewRequest], outcome: Outcome, setup: Setup) -> None:
     """Every accepted request ended once; its tokens are right, or right until its abort."""
     accepted = [new for new in requests if new.request_id not in outcome.refused]
-    want = expected(accepted, vocab_size) if accepted else {}
+    windows = [window for window, _ in setup.groups]
+    want = expected(accepted, setup.vocab_size, windows) if accepted else {}
     assert outcome.reasons.keys() == want.keys()
-    for new in accepted:
-        got, right = outcome.tokens[new.request_id], want[new.request_id]
-        reason = outcome.reasons[new.request_id]
+    stops = {new.request_id: new.sampling.stop_token_ids for new in accepted}
+    for who, right in want.items():
+        got, reason = outcome.tokens[who], outcome.reasons[who]
         if reason is FinishReason.ABORT:
-            assert got == right[: len(got)], new.request_id
+            assert got == right[: len(got)], who
         else:
-            assert got == right, new.request_id
-            stopped = right[-1] in new.sampling.stop_token_ids
+            assert got == right, who
+            stopped = right[-1] in stops[who[0]]
             assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
