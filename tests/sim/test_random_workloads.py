@@ -62,6 +62,6 @@ def test_every_request_gets_its_own_tokens(name: str, depth: int) -> None:
     for counter in MUST_SHOW.get(name, ()):
         assert sum(getattr(outcome.counters, counter) for outcome in outcomes), counter
     assert sum(outcome.forks for outcome in outcomes)
-    assert sum(outcome.tail_copies for outcome in outcomes)
+    assert sum(outcome.tail_copies for outcome in outcomes) or setup.page_size == 1
     hits = sum(sum(outcome.cached_tokens.values()) for outcome in outcomes)
     assert bool(hits) == setup.allow_block_sharing
