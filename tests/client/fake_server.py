@@ -29,10 +29,12 @@ OPTIONS = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1)]
 
 @dataclass
 class FakeEngine(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServicer):
-    """What tests read: `requests` in order, and `gone`, the ids of calls that clients ended."""
+    """What tests read: `requests` in order, their ids in `arrived`, and those whose call ended
+    without an answer in `gone`."""
 
     is_ready: bool = True
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
+    arrived: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
     gone: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
     timeouts: list[float | None] = field(default_factory=list)
 
@@ -41,6 +43,7 @@ class FakeEngine(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServi
     ) -> Iterator[inference_pb2.GenerateResponse]:
         request_id = request.request_id or f"made-{len(self.requests)}"
         self.requests.append(request)
+        self.arrived.put(request_id)
         self.timeouts.append(context.time_remaining())
         ended, is_answered = threading.Event(), threading.Event()
 
@@ -182,11 +185,11 @@ def fail(context: grpc.ServicerContext, order: str) -> None:
     context.abort(grpc.StatusCode[status], sentence)
 
 
-def start(engine: FakeEngine) -> tuple[Any, str]:
+def start(engine: FakeEngine, port: int = 0) -> tuple[Any, str]:
     """A listening server and its address."""
     server = grpc.server(ThreadPoolExecutor(16), options=OPTIONS)
     inference_pb2_grpc.add_InferenceServicer_to_server(engine, server)
     admin_pb2_grpc.add_AdminServicer_to_server(engine, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     return server, f"127.0.0.1:{port}"

@@ -102,8 +102,7 @@ async def test_a_task_cancelled_before_anything_came(
     """A request that still waits in the queue must go too."""
     stream = chairlift.generate("silent", request_id="queued")
     task = asyncio.create_task(stream.text())
-    while not engine.requests:
-        await asyncio.sleep(0.01)
+    await asyncio.to_thread(engine.arrived.get, True, 10)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -123,7 +122,7 @@ async def test_cancel_ends_the_loop(chairlift: AsyncChairlift) -> None:
 
 async def test_errors_and_deadlines(chairlift: AsyncChairlift, engine: FakeEngine) -> None:
     """The same exceptions as the sync stub's, from streams and from small calls."""
-    with pytest.raises(client.InvalidRequest, match="^n is 0; allowed: >= 1$"):
+    with pytest.raises(client.InvalidRequest, match=r"^n is 0; allowed: >= 1$"):
         await chairlift.generate("fail INVALID_ARGUMENT n is 0; allowed: >= 1").text()
     with pytest.raises(client.DeadlineExceeded):
         await chairlift.generate("silent", timeout=0.3).text()
