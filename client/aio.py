@@ -331,7 +331,9 @@ class AsyncChairlift:
         return self.timeout if timeout is None else timeout
 
     def _translate(self, error: Any) -> ChairliftError:
-        return from_status(error.code(), error.details() or "", self.address)
+        return from_status(
+            error.code(), error.details() or "", self.address, error.trailing_metadata() or ()
+        )
 
 
 def _is_being_cancelled() -> bool:

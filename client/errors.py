@@ -4,7 +4,7 @@
     ├── InvalidRequest     INVALID_ARGUMENT     a field has a value that is not allowed
     ├── DuplicateRequest   ALREADY_EXISTS       the request_id belongs to a live request
     ├── NotFound           NOT_FOUND            no live request has that id
-    ├── QueueFull          RESOURCE_EXHAUSTED   retry later
+    ├── QueueFull          RESOURCE_EXHAUSTED   retry after `retry_seconds`
     ├── Paused             FAILED_PRECONDITION  the server takes no new requests for now
     ├── Unavailable        UNAVAILABLE          draining, or no worker and none expected
     │   └── Unreachable                         nobody answers at that address
@@ -19,7 +19,15 @@ Python's own TypeError and ValueError mean that an argument never became a reque
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class ChairliftError(Exception):
@@ -43,7 +51,7 @@ class NotFound(ChairliftError):
 
 
 class QueueFull(ChairliftError):
-    pass
+    retry_seconds: float = 1.0  # as the server advises
 
 
 class Paused(ChairliftError):
@@ -95,7 +103,9 @@ _BY_STATUS = {
 _NO_CONNECTION = ("failed to connect to all addresses", "DNS resolution failed")
 
 
-def from_status(status: grpc.StatusCode, details: str, address: str) -> ChairliftError:
+def from_status(
+    status: grpc.StatusCode, details: str, address: str, trailing_metadata: Metadata = ()
+) -> ChairliftError:
     """The error that a call to `address` ended with."""
     if status is grpc.StatusCode.UNAVAILABLE and details.startswith(_NO_CONNECTION):
         return Unreachable(
@@ -103,5 +113,33 @@ def from_status(status: grpc.StatusCode, details: str, address: str) -> Chairlif
             f"another address ({details})",
             status,
         )
+    if status is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than max" in details:
+        return InvalidRequest(f"{details}; the server's max_message_bytes allows no more", status)
     kind = _BY_STATUS.get(status, ServerError)
-    return kind(details or f"the server ended the call with {status.name}", status)
+    error = kind(details or f"the server ended the call with {status.name}", status)
+    if isinstance(error, QueueFull):
+        error.retry_seconds = _retry_seconds(trailing_metadata) or error.retry_seconds
+    return error
+
+
+def _retry_seconds(trailing_metadata: Metadata) -> float | None:
+    """From google.rpc.Status { 3: details { RetryInfo { 1: Duration } } }, if it is there.
+
+    The package that defines these two messages would be a dependency for two field numbers.
+    """
+    for key, value in trailing_metadata:
+        if key != "grpc-status-details-bin" or not isinstance(value, bytes):
+            continue
+        for detail in _fields(value, number=3):
+            message = AnyMessage.FromString(detail)
+            if message.type_url.endswith("/google.rpc.RetryInfo"):
+                for delay in _fields(message.value, number=1):
+                    return Duration.FromString(delay).ToTimedelta().total_seconds()
+    return None
+
+
+def _fields(message: bytes, number: int) -> list[bytes]:
+    """All values of one field of a message whose type is not at hand."""
+    fields = UnknownFieldSet(Empty.FromString(message))
+    found = [fields[position] for position in range(len(fields))]
+    return [field.data for field in found if field.field_number == number]

@@ -317,4 +317,6 @@ class Chairlift:
         return self.timeout if timeout is None else timeout
 
     def _translate(self, error: Any) -> ChairliftError:
-        return from_status(error.code(), error.details() or "", self.address)
+        return from_status(
+            error.code(), error.details() or "", self.address, error.trailing_metadata() or ()
+        )

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
 
 from protos import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -182,6 +184,15 @@ def complete(index: int, num_tokens: int) -> inference_pb2.GenerateResponse:
 
 def fail(context: grpc.ServicerContext, order: str) -> None:
     status, _, sentence = order.partition(" ")
+    if status == "RESOURCE_EXHAUSTED":
+        # google.rpc.Status { details: RetryInfo { retry_delay: 2.5 s } }, framed by hand
+        delay = Duration(seconds=2, nanos=500_000_000).SerializeToString()
+        info = AnyMessage(
+            type_url="type.googleapis.com/google.rpc.RetryInfo",
+            value=bytes([0x0A, len(delay)]) + delay,
+        ).SerializeToString()
+        details = bytes([0x08, 8, 0x1A, len(info)]) + info
+        context.set_trailing_metadata([("grpc-status-details-bin", details)])
     context.abort(grpc.StatusCode[status], sentence)
 
 

@@ -141,6 +141,13 @@ def test_each_status_is_an_exception_with_the_servers_sentence(
     assert caught.value.status is grpc.StatusCode[status]
 
 
+def test_a_full_queue_says_when_to_come_back(chairlift: Chairlift) -> None:
+    """The server knows its load; a client that guesses comes back too early, with all others."""
+    with pytest.raises(client.QueueFull) as caught:
+        chairlift.generate("fail RESOURCE_EXHAUSTED 9 requests are waiting").text()
+    assert caught.value.retry_seconds == 2.5
+
+
 def test_nobody_there_is_said_plainly(nobody: str) -> None:
     """The most common error of all: it must name the address and the way out."""
     with Chairlift(nobody) as chairlift:
