@@ -1,7 +1,12 @@
 # Everything a developer does. Nothing here asks a question.
-#   make demo      set everything up, serve the embedded model, watch answers stream
-#   make test      all tests but the slow ones      make test-slow   those
-#   make lint      ruff and mypy                    make protos      regenerate protobuf code
+#   make demo        set everything up, serve the embedded model, watch answers stream
+#   make test        all tests but the slow ones
+#   make test-slow   the slow ones
+#   make lint        ruff and mypy
+#   make format      let ruff repair what it can
+#   make protos      regenerate protobuf code
+#   make wheel       build the wheel into dist/
+#   make clean       remove all that was built, the environment too
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,8 +15,10 @@ PACKAGES := protos scheduler_svc worker client
 # Small matrices: more threads than cores only wait for each other.
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test test-slow lint format protos wheel clean
-.DEFAULT_GOAL := demo
+.PHONY: help demo test test-slow lint format protos wheel clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
 
 demo: $(VENV)/installed
 	$(BIN)/chairlift demo

@@ -69,8 +69,8 @@ def _answer(
     try:
         with chairlift.generate(history, **sampling) as stream:
             for delta in stream:
+                shown.append(delta.text)  # first: a Ctrl-C may come right after the print
                 print(delta.text, end="", flush=True)
-                shown.append(delta.text)
     except KeyboardInterrupt:
         print(" (stopped)", end="")
     except ChairliftError as error:

@@ -35,10 +35,10 @@ def run(options: argparse.Namespace) -> int:
     timeout = options.timeout or 10.0
     with Chairlift(options.address, timeout=timeout) as chairlift:
         server = chairlift.server_info()
-        # Both are known only once a worker has been ready.
+        # Some of it is known only once a worker has been ready.
         model = _try(chairlift.model_info)
         cache = _try(chairlift.get_cache)
-        live = chairlift.list_requests(limit=_MAX_REQUESTS)
+        live = _try(lambda: chairlift.list_requests(limit=_MAX_REQUESTS))
     if options.json:
         parts: dict[str, Message | None] = {
             "server": server,
@@ -57,7 +57,7 @@ def report(
     server: inference_pb2.GetServerInfoResponse,
     model: inference_pb2.GetModelInfoResponse | None,
     cache: admin_pb2.GetCacheResponse | None,
-    live: admin_pb2.ListRequestsResponse,
+    live: admin_pb2.ListRequestsResponse | None,
 ) -> str:
     """The text for a person."""
     state = "ready" if server.is_ready else "not ready"
@@ -73,7 +73,7 @@ def report(
     lines.append(f"requests  {server.requests_running} running, {server.requests_waiting} waiting")
     if cache is not None and cache.chunks_total:
         lines += _cache_lines(cache)
-    if live.requests:
+    if live is not None and live.requests:
         lines += ["", *_request_lines(live.requests)]
         if live.total > len(live.requests):
             lines.append(f"… and {live.total - len(live.requests)} more")

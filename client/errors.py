@@ -115,6 +115,8 @@ def from_status(
         )
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than max" in details:
         return InvalidRequest(f"{details}; the server's max_message_bytes allows no more", status)
+    if status is grpc.StatusCode.DEADLINE_EXCEEDED and details == "Deadline Exceeded":
+        details = "the timeout passed before the answer was complete"  # on this side of the wire
     kind = _BY_STATUS.get(status, ServerError)
     error = kind(details or f"the server ended the call with {status.name}", status)
     if isinstance(error, QueueFull):

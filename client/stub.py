@@ -10,6 +10,7 @@ belongs to one thread.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -290,8 +291,9 @@ class Chairlift:
         deadline = None if timeout is None else time.monotonic() + timeout
         last = ""
         while True:
+            left = math.inf if deadline is None else max(0.1, deadline - time.monotonic())
             try:
-                info = self.server_info(timeout=5.0)
+                info = self.server_info(timeout=min(5.0, left))
                 if info.is_ready:
                     return
                 waiting_for = f"worker: {info.worker}"

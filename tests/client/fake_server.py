@@ -6,7 +6,8 @@
     "fail STATUS …"   ends with that status; the rest is its sentence
     "broken STATUS …" one delta, then the same
 
-Chat answers with "you said: " and the last message. Tokens answer with the same tokens.
+Chat answers with "you said: " and the last message, which may be one of these too. Tokens answer
+with the same tokens.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class FakeEngine(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServi
 
         context.add_callback(end)
         kind = request.WhichOneof("prompt")
-        command, _, rest = request.text.partition(" ")
+        said = request.chat.messages[-1].content if kind == "chat" else request.text
+        command, _, rest = said.partition(" ")
         if command == "fail":
             fail(context, rest)
         if command == "silent":
@@ -66,7 +68,7 @@ class FakeEngine(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServi
             started=inference_pb2.Started(request_id=request_id, seed=7, model=MODEL)
         )
         if kind == "chat":
-            words = ["you said: ", request.chat.messages[-1].content]
+            words = ["you said: ", said]
         elif kind == "tokens":
             words = [f"<{token}>" for token in request.tokens.ids]
         elif command == "count":

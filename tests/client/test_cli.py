@@ -230,6 +230,31 @@ def test_chat_remembers(address: str, engine: FakeEngine) -> None:
     assert turns == [["S", "Hello"], ["S", "Hello", "you said: Hello", "Again"], ["S", "New"]]
 
 
+def test_ctrl_c_in_chat_stops_the_answer_only(address: str, engine: FakeEngine) -> None:
+    """Small models ramble: stopping one answer must not end the conversation."""
+    with subprocess.Popen(
+        [*COMMAND, "chat", "--address", address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("forever\n")
+        process.stdin.flush()
+        start = "you said: forever0 "
+        assert process.stdout.read(len(start)) == start
+        process.send_signal(signal.SIGINT)
+        assert engine.gone.get(timeout=10)
+        out, err = process.communicate("Hello\n", timeout=30)
+    assert process.returncode == 0, err
+    assert out.endswith(" (stopped)\nyou said: Hello\n")
+    remembered = engine.requests[1].chat.messages[1]
+    assert (remembered.role, remembered.content[: len(start)]) == ("assistant", start)
+
+
 def test_status_at_a_glance(
     address: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:

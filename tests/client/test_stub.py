@@ -98,7 +98,7 @@ def test_cancel_from_another_thread_ends_the_loop(chairlift: Chairlift) -> None:
 
 def test_the_deadline_reaches_the_server(chairlift: Chairlift, engine: FakeEngine) -> None:
     """A deadline kept only here would leave the server working for nobody."""
-    with pytest.raises(client.DeadlineExceeded):
+    with pytest.raises(client.DeadlineExceeded, match="the timeout passed before the answer"):
         chairlift.generate("silent", timeout=0.3).text()
     assert engine.gone.get(timeout=10)
     assert engine.timeouts[0] is not None
