@@ -28,7 +28,7 @@ from typing import Final
 
 from client import launch
 
-FATAL_EXIT_CODES: Final = (2, 78)  # wrong usage; EX_CONFIG of sysexits.h: coming back won't help
+FATAL_EXIT_CODE: Final = 2  # of a worker that was asked for what it can never do
 _FIRST_PAUSE = 0.5  # seconds before a dead worker is started again; doubles with each death …
 _LONGEST_PAUSE = 15.0
 _HEALTHY_AFTER = 60.0  # … until one has lived this long
@@ -90,7 +90,7 @@ class Supervisor:
         self._worker: subprocess.Popen[bytes] | None = None  # None: between two lives
         self._worker_since = 0.0
         self._deaths = 0
-        self._next_event: float | None = None  # restart, or the end of a worker's patience
+        self._restart_at: float | None = None  # while there is no worker
         self._is_stopping = False
         self._exit_code: int | None = None  # decided before the scheduler has ended
 
@@ -100,7 +100,7 @@ class Supervisor:
             self._scheduler = _start(self._scheduler_line)
             self._start_worker()
             while self._scheduler.poll() is None:
-                for number in wait(self._seconds_left()):
+                for number in wait(self._seconds_to_restart()):
                     if number in (signal.SIGINT, signal.SIGTERM):
                         self._stop_asked()
                 if self._scheduler.poll() is None:
@@ -113,10 +113,10 @@ class Supervisor:
     def _start_worker(self) -> None:
         self._worker = _start(self._worker_line)
         self._worker_since = time.monotonic()
-        self._next_event = None
+        self._restart_at = None
 
-    def _seconds_left(self) -> float | None:
-        return None if self._next_event is None else max(0.0, self._next_event - time.monotonic())
+    def _seconds_to_restart(self) -> float | None:
+        return None if self._restart_at is None else max(0.0, self._restart_at - time.monotonic())
 
     def _stop_asked(self) -> None:
         if self._is_stopping:
@@ -131,18 +131,17 @@ class Supervisor:
         self._scheduler.terminate()
 
     def _look_after_worker(self) -> None:
+        """Also while the scheduler drains: what it still has to answer needs a worker."""
         now = time.monotonic()
-        if self._worker is None:
-            if self._next_event is not None and now >= self._next_event and not self._is_stopping:
-                self._start_worker()
+        if self._restart_at is not None and now >= self._restart_at:
+            self._start_worker()
+        if self._worker is None or self._worker.poll() is None:
             return
-        code = self._worker.poll()
-        if code is None:
-            return
+        code = self._worker.returncode
         self._worker = None
-        if self._is_stopping:
+        if self._exit_code is not None:  # killed, or given up
             return
-        if code in FATAL_EXIT_CODES:
+        if code == FATAL_EXIT_CODE:
             _say(f"the worker cannot serve this ({_ending(code)}); stopping the scheduler")
             self._exit_code = code
             self._is_stopping = True
@@ -151,7 +150,7 @@ class Supervisor:
         self._deaths = 1 if now - self._worker_since >= _HEALTHY_AFTER else self._deaths + 1
         pause = restart_pause(self._deaths)
         _say(f"the worker ended ({_ending(code)}); starting it again in {pause:g} s")
-        self._next_event = now + pause
+        self._restart_at = now + pause
 
     def _scheduler_ended(self) -> None:
         code = self._scheduler.wait()

@@ -159,11 +159,11 @@ def test_a_worker_that_dies_comes_back(run: Run) -> None:
 
 def test_a_worker_that_can_never_serve_ends_both(run: Run) -> None:
     """A model that is refused is refused each time: the restart loop would hide the reason."""
-    serving = run(worker="exit 78")
+    serving = run(worker="exit 2")
     assert serving.expect("chairlift: the worker cannot").endswith(
-        "(exit code 78); stopping the scheduler"
+        "(exit code 2); stopping the scheduler"
     )
-    assert serving.process.wait(20) == 78
+    assert serving.process.wait(20) == 2
 
 
 @pytest.mark.parametrize("code", [0, 2])
