@@ -96,7 +96,7 @@ class Geometry:
 def layer_kinds(text_config: Any) -> tuple[str, ...]:
     """The attention type of every layer: `layer_types` wins; else a window means all sliding;
     else all are full (the rule that transformers' own caches follow)."""
-    num_layers = text_config.num_hidden_layers
+    num_layers: int = text_config.num_hidden_layers
     layer_types = getattr(text_config, "layer_types", None)
     if layer_types is not None:
         if len(layer_types) < num_layers:

@@ -59,18 +59,18 @@ def prepare_inputs(
     num_blocks: Sequence[int],
     page_size: int,
     *,
-    min_tokens: int = 1,
-    min_logits: int = 1,
+    min_tokens: int = 0,
+    min_logits: int = 0,
 ) -> StepInputs:
     """What the forward of `plan` needs, padded to at least min_tokens token rows and, where the
-    plan needs logits at all, to at least min_logits logits rows.
+    plan needs logits at all, to at least min_logits logits rows. A plan without tokens stays so.
 
     `num_blocks` is the pool's count per group. Raises InvalidPlan.
     """
     _check_shape(plan, len(groups))
     query_lens = np.diff(plan.query_start_loc)
     num_tokens, num_requests = len(plan.token_ids), len(plan.rows)
-    num_padding = max(0, min_tokens - num_tokens)
+    num_padding = max(0, min_tokens - num_tokens) if num_tokens else 0
     # position = seq_len - query_len + place within the query
     starts = plan.seq_lens - plan.query_start_loc[1:]
     positions = np.repeat(starts, query_lens) + np.arange(num_tokens, dtype=np.int32)
