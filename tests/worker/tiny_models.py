@@ -84,8 +84,8 @@ def llama_of_six_layers() -> PreTrainedConfig:
     return LlamaConfig(
         **{
             **_SHAPE,
-            "hidden_size": 192,
-            "intermediate_size": 512,
+            "hidden_size": 288,
+            "intermediate_size": 768,
             "num_hidden_layers": 6,
             "num_attention_heads": 9,
             "num_key_value_heads": 3,

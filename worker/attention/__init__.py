@@ -11,7 +11,8 @@ from typing import Final
 
 import torch
 
-from worker.attention.cpu import SUPPORTED_DTYPES, KernelUnavailable, load_kernel
+from worker.attention.build import KernelUnavailable, kernel_library
+from worker.attention.cpu import SUPPORTED_DTYPES, CpuBackend
 from worker.attention.interface import AttentionBackend
 from worker.attention.reference import ReferenceBackend
 
@@ -38,7 +39,7 @@ def choose_backend(
     obstacle = _obstacle(device, dtype)
     if obstacle is None:
         try:
-            return load_kernel()
+            return CpuBackend(kernel_library())
         except KernelUnavailable as error:
             obstacle = str(error)
             if deterministic:

@@ -18,7 +18,6 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
 
 from worker.inputs import StepInputs
 from worker.kv_pool import KvPool
@@ -168,6 +167,8 @@ def chairlift_paged(
 def register() -> None:
     """Make the function known to transformers. No mask function is registered under its name, so
     that models create no masks."""
+    from transformers import AttentionInterface  # heavy, and needed here only
+
     AttentionInterface.register(ATTENTION_NAME, chairlift_paged)
 
 
