@@ -59,26 +59,23 @@ def prepare_inputs(
     num_blocks: Sequence[int],
     page_size: int,
     *,
-    min_tokens: int = 0,
-    min_logits: int = 0,
+    row_multiple: int = 1,
 ) -> StepInputs:
-    """What the forward of `plan` needs, padded to at least min_tokens token rows and, where the
-    plan needs logits at all, to at least min_logits logits rows. A plan without tokens stays so.
+    """What the forward of `plan` needs; its token rows and its logits rows are each padded to a
+    multiple of row_multiple. Where there are none, none are added.
 
     `num_blocks` is the pool's count per group. Raises InvalidPlan.
     """
     _check_shape(plan, len(groups))
     query_lens = np.diff(plan.query_start_loc)
     num_tokens, num_requests = len(plan.token_ids), len(plan.rows)
-    num_padding = max(0, min_tokens - num_tokens) if num_tokens else 0
+    num_padding = -num_tokens % row_multiple
     # position = seq_len - query_len + place within the query
     starts = plan.seq_lens - plan.query_start_loc[1:]
     positions = np.repeat(starts, query_lens) + np.arange(num_tokens, dtype=np.int32)
-    logits_indices = plan.logits_indices
-    if 0 < len(logits_indices) < min_logits:
-        # a padding token's row if there is one, else the first: what it gives is thrown away
-        index = num_tokens if num_padding else 0
-        logits_indices = _append(logits_indices, [index] * (min_logits - len(logits_indices)))
+    # any row will do for logits that are thrown away
+    num_spare_logits = -len(plan.logits_indices) % row_multiple
+    logits_indices = _append(plan.logits_indices, [0] * num_spare_logits)
     padding = np.arange(1, num_padding + 1, dtype=np.int32)
     return StepInputs(
         num_tokens=num_tokens,

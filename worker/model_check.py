@@ -16,11 +16,13 @@ from typing import Any, Final
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from worker.attention.interface import AttentionCall, answering, layer_index
 from worker.geometry import Geometry, UnsupportedModel
 
 _PROBE_TOKENS: Final = 3
+_TRIED_ROWS: Final = (2, 3, 5, 9, 16)  # multiples of the deterministic row count
 # These RoPE kinds take their frequencies from the longest position of the whole flat batch, so one
 # long request would change its neighbours' results.
 _BATCH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
@@ -76,6 +78,34 @@ def check_dense(text_config: Any) -> None:
                 f"{text_config.model_type}: deterministic needs a dense model; {name} is {count}, "
                 f"and expert kernels make a row's bits depend on the batch"
             )
+
+
+def check_row_bits(model: PreTrainedModel, row_multiple: int) -> None:
+    """See that the model's matrix products give a row the same bits among any multiple of
+    `row_multiple` rows, on this machine and with this number of threads.
+
+    Libraries choose kernels by CPU and by row count; deterministic mode rests on this choice not
+    showing. One layer of every shape is tried. Raises UnsupportedModel.
+    """
+    layers = {
+        (type(module), tuple(module.weight.shape)): (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+    }
+    for path, layer in layers.values():
+        wide = layer.weight.shape[0 if isinstance(layer, Conv1D) else 1]
+        rows = torch.linspace(-1, 1, wide * _TRIED_ROWS[-1] * row_multiple).sin()
+        rows = rows.view(-1, wide)
+        with torch.inference_mode():
+            one_by_one = torch.cat([layer(few) for few in rows.split(row_multiple)])
+            for count in _TRIED_ROWS:
+                some = count * row_multiple
+                if not torch.equal(layer(rows[:some]), one_by_one[:some]):
+                    raise UnsupportedModel(
+                        f"{model.config.model_type}: deterministic cannot be kept here: the bits "
+                        f"of {path} {list(layer.weight.shape)} change when {row_multiple} rows "
+                        f"are computed among {some}, with {torch.get_num_threads()} threads"
+                    )
 
 
 class _Probe:

@@ -5,9 +5,10 @@ finite. Does not own: attention and KV memory (attention/, kv_pool.py), deriving
 (inputs.py), choosing tokens (sampler.py), when a step runs (loop.py).
 
 All requests of a step form one flat sequence, [1, T]; what belongs to whom is told to attention
-through the StepContext alone. Token rows and logits rows are padded to four in deterministic mode:
-the CPU's matrix products give a row the same bits for any number of rows from four up, others
-below.
+through the StepContext alone. Token rows and logits rows are padded to multiples of four in
+deterministic mode: the CPU's matrix products share rows out to threads by fours, and give a row
+the same bits in any share of four or more, other bits in a smaller one (measured; model_check.py
+tries it on the model at hand).
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from worker.attention.interface import GroupTables, StepContext, answering
 from worker.inputs import StepInputs, prepare_inputs
 from worker.kv_pool import KvPool
 from worker.load import LoadedModel
+from worker.model_check import check_row_bits
 
 # (logits float32 [S, V], temperature, top_k, top_p, min_p, u: each [S]) -> token ids int64 [S]
 Sample = Callable[[torch.Tensor, Float32, Int32, Float32, Float32, Float32], torch.Tensor]
 
-_DETERMINISTIC_ROWS: Final = 4
+_DETERMINISTIC_ROWS: Final = 4  # token and logits rows come in multiples of this
 _FIRST_ROWS: Final = 64  # rows of the per-row tables at start; they grow as rows appear
 _NOTHING: Final = np.empty(0, np.int32)
 
@@ -58,10 +60,12 @@ class Runner:
         self._model = loaded.model
         self._device = loaded.device
         self._geometry = loaded.geometry
-        self._min_rows = _DETERMINISTIC_ROWS if configure.deterministic else 1
+        self._row_multiple = _DETERMINISTIC_ROWS if configure.deterministic else 1
         self.backend = choose_backend(
             configure.attention, loaded.device, loaded.dtype, configure.deterministic
         )
+        if configure.deterministic:
+            check_row_bits(loaded.model, _DETERMINISTIC_ROWS)
         self.pool = KvPool(loaded.geometry, num_chunks, loaded.dtype, loaded.device)
         self._num_blocks = [self.pool.num_blocks(g) for g in range(len(loaded.geometry.groups))]
         self._last_token = torch.zeros(_FIRST_ROWS, dtype=torch.int64, device=loaded.device)
@@ -78,8 +82,7 @@ class Runner:
             self._geometry.groups,
             self._num_blocks,
             self._geometry.page_size,
-            min_tokens=self._min_rows,
-            min_logits=self._min_rows,
+            row_multiple=self._row_multiple,
         )
         begin = time.perf_counter_ns()
         with torch.inference_mode():

@@ -7,10 +7,11 @@ import torch
 
 from tests.worker.conftest import configure, load
 from tests.worker.planner import GreedySample, Planner, serve
-from tests.worker.tiny_models import llama, llama_of_six_layers
+from tests.worker.tiny_models import llama, wide_llama
+from worker.model_check import check_row_bits
 from worker.runner import Runner
 
-MAX_TOKENS = [5, 3, 4, 6, 4, 5]
+MAX_TOKENS = [3, 2, 3, 2, 2, 3]
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -20,10 +21,10 @@ def test_logits_are_bitwise_equal_alone_batched_and_chunked(served, prompts, num
     settings = {"deterministic": True, "num_threads": num_threads, "page_size": 16}
     alone = []
     for prompt, count in zip(prompts, MAX_TOKENS, strict=True):
-        it = served(llama_of_six_layers, **settings)
+        it = served(wide_llama, **settings)
         alone += serve(it.runner, it.planner, it.sample, [prompt], [count])
     for chunk, stagger in ((48, 1), (7, 0), (1000, 2)):
-        it = served(llama_of_six_layers, **settings)
+        it = served(wide_llama, **settings)
         together = serve(
             it.runner, it.planner, it.sample, prompts, MAX_TOKENS, chunk=chunk, stagger=stagger
         )
@@ -32,8 +33,9 @@ def test_logits_are_bitwise_equal_alone_batched_and_chunked(served, prompts, num
             assert torch.equal(one.logits, other.logits)
 
 
-def test_rows_are_padded_to_four(served):
-    """Fewer than four rows take other paths through the CPU's matrix products, with other bits."""
+def test_rows_are_padded_to_multiples_of_four(served):
+    """A thread's share of fewer than four rows takes another path through the CPU's matrix
+    products, with other bits: five rows on two threads are four and one."""
     rows = []
     it = served(llama, deterministic=True)
     it.loaded.model.base_model.register_forward_hook(
@@ -42,8 +44,18 @@ def test_rows_are_padded_to_four(served):
     it.loaded.model.lm_head.register_forward_hook(
         lambda _module, _inputs, output: rows.append(output.shape[1])
     )
-    serve(it.runner, it.planner, it.sample, [[5]], [2])
-    assert rows == [4, 4, 4, 4]
+    serve(it.runner, it.planner, it.sample, [[5, 6, 7, 8, 9]], [2])
+    assert rows == [8, 4, 4, 4]
+
+
+def test_a_matrix_product_that_depends_on_its_rows_is_refused(served, monkeypatch):
+    """Another CPU or library may choose its kernels otherwise: then nothing must be promised."""
+    it = served(llama)
+    layer = it.loaded.model.lm_head
+    exact = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda x: exact(x) * (1 + 1e-7 * (len(x) > 4)))
+    with pytest.raises(ValueError, match=r"the bits of lm_head"):
+        check_row_bits(it.loaded.model, 4)
 
 
 @pytest.mark.parametrize(

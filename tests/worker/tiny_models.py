@@ -79,14 +79,13 @@ def bloom() -> PreTrainedConfig:
     return BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4)
 
 
-def llama_of_six_layers() -> PreTrainedConfig:
+def wide_llama() -> PreTrainedConfig:
     """Wide enough that matrix products take the paths that large models take."""
     return LlamaConfig(
         **{
             **_SHAPE,
             "hidden_size": 288,
             "intermediate_size": 768,
-            "num_hidden_layers": 6,
             "num_attention_heads": 9,
             "num_key_value_heads": 3,
             "head_dim": 64,
