@@ -1,4 +1,4 @@
-"""Chooses a token per row from its logits: temperature → top_k → top_p → min_p → one uniform number.
+"""Chooses a token per row of logits: temperature → top_k → top_p → min_p → one uniform number.
 
 The kept tokens are those that transformers' warpers keep in the same order, ties with the last of
 top_k included (which of several equal logits top_p keeps, transformers leaves to chance). A row's
