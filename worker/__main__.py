@@ -80,6 +80,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--log-level", default="info", choices=["debug", "info", "warning", "error"]
     )
     options = parser.parse_args(arguments)
+    if not options.connect.startswith(("ipc://", "tcp://")):
+        parser.error(f"--connect is {options.connect!r}; allowed: ipc://PATH or tcp://HOST:PORT")
     if options.threads < 0:
         parser.error(f"--threads is {options.threads}; allowed: 0 or more")
     return options

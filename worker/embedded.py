@@ -68,7 +68,7 @@ def resolve_model(name: str, progress: Progress = lambda what, fraction: None) -
         folder = cache_folder() / embedded.folder
         make_once(folder, lambda partial: _convert(embedded, partial, progress), progress)
         return str(folder)
-    path = Path(name).expanduser()
+    path = Path(name or "an empty name").expanduser()  # Path("") is the current folder
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFound(f"model {name!r} is a folder without config.json")
@@ -200,6 +200,8 @@ def main() -> int:
         "model", nargs="?", default=DEFAULT_MODEL, help="alias, folder or Hub id (%(default)s)"
     )
     arguments = parser.parse_args()
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # bars are noise in a log
     try:
         print(resolve_model(arguments.model, lambda what, _: print(what, file=sys.stderr)))
     except (ModelNotFound, OSError) as error:

@@ -13,6 +13,7 @@ main thread does with it (worker/loop.py).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import secrets
@@ -217,8 +218,10 @@ class Link:
         # A signal may raise anywhere here: the queue then still holds a message or none, and the
         # I/O thread looks at it with the next heartbeat at the latest.
         self._outbox.put(message)
-        with self._wake_lock:
-            self._wake.send(b"")
+        # Never waits: where the wake-up cannot be left, the I/O thread has others to read first,
+        # has not started to look yet, or has ended (which `accept` and `receive` tell).
+        with self._wake_lock, contextlib.suppress(zmq.Again):
+            self._wake.send(b"", zmq.NOBLOCK)
 
     # Everything below runs in the I/O thread.
 
