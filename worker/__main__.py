@@ -114,7 +114,7 @@ def hello() -> link_pb2.Hello:
 
 def _memory() -> tuple[int, int]:
     """(total, available) bytes."""
-    import psutil
+    import psutil  # type: ignore[import-untyped]  # its stubs are no dependency
     import torch
 
     if torch.cuda.is_available():

@@ -279,8 +279,6 @@ class Link:
         beat_at = 0.0
         while True:
             now = time.monotonic()
-            if not self._is_dismissed and now - self._heard_at > self._peer_timeout:
-                return self._over(f"the scheduler was silent for {self._peer_timeout:g} s")
             if now >= beat_at:
                 beat_at = now + self._heartbeat_seconds
                 self._beat()
@@ -289,8 +287,11 @@ class Link:
                 wake.recv()
             if not self._send_outbox():
                 return False
-            if self._dealer in ready and not self._take(self._dealer.recv_multipart()):
-                return self._over("the scheduler started anew")
+            if self._dealer in ready:
+                if not self._take(self._dealer.recv_multipart()):
+                    return self._over("the scheduler started anew")
+            elif self._is_silent():  # nothing waits to be read: this thread was not just held up
+                return self._over(f"the scheduler was silent for {self._peer_timeout:g} s")
             if self._monitor in ready:
                 recv_monitor_message(self._monitor)
                 # without a session zmq's own retries do; a new socket each time would be a race
@@ -358,6 +359,9 @@ class Link:
                 progress=progress,
             )
             self._dealer.send(session._seal(link_pb2.Envelope(heartbeat=beat)), zmq.NOBLOCK)
+
+    def _is_silent(self) -> bool:
+        return not self._is_dismissed and time.monotonic() - self._heard_at > self._peer_timeout
 
     def _over(self, reason: str) -> bool:
         if self._session is not None:
