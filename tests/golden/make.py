@@ -57,17 +57,15 @@ def main() -> int:
         folder, dtype=torch.float32, attn_implementation="sdpa"
     )
     requests = [json.loads(line) for line in arguments.workload.read_text().splitlines()]
-    partial = arguments.output.with_suffix(".partial")
     started = time.monotonic()
-    with partial.open("w") as lines:
-        for done, request in enumerate(requests, start=1):
-            tokens, gap = generate(model, request["prompt"], request["max_new"])
-            golden = {"id": request["id"], "min_gap": float(f"{gap:.3g}"), "tokens": tokens}
-            lines.write(json.dumps(golden) + "\n")
-            lines.flush()
-            seconds = time.monotonic() - started
-            print(f"{done}/{len(requests)} requests, {seconds:.0f} s", file=sys.stderr)
-    partial.rename(arguments.output)
+    lines = []
+    for request in requests:
+        tokens, gap = generate(model, request["prompt"], request["max_new"])
+        golden = {"id": request["id"], "min_gap": float(f"{gap:.3g}"), "tokens": tokens}
+        lines.append(json.dumps(golden) + "\n")
+        seconds = time.monotonic() - started
+        print(f"{len(lines)}/{len(requests)} requests, {seconds:.0f} s", file=sys.stderr)
+    arguments.output.write_text("".join(lines))
     return 0
 
 
