@@ -91,7 +91,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
 
     async def GetCache(self, request: pb.GetCacheRequest, context: Context) -> pb.GetCacheResponse:
         cache = await asyncio.wrap_future(self._engine.ask(self._views.get_cache))
-        return _filled(pb.GetCacheResponse(), cache)
+        response = pb.GetCacheResponse()
+        _fill(response, cache)
+        return response
 
     async def WatchSteps(self, request: pb.WatchStepsRequest, context: Context) -> None:
         _later("Admin.WatchSteps (a stream of step summaries)")
@@ -127,13 +129,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
 
     def _summary(self, view: RequestView) -> pb.RequestSummary:
         stream = self._streams.get(view.request_id)
-        summary = _filled(pb.RequestSummary(), view)
+        summary = pb.RequestSummary()
+        _fill(summary, view)
         summary.age_seconds = 0.0 if stream is None else _age(stream)
         return summary
 
 
-def _filled(message: Any, view: object) -> Any:
-    """The message with every field that the view, a dataclass of the same names, has."""
+def _fill(message: Any, view: object) -> None:
+    """Copies into the message every field that the view, a dataclass of the same names, has."""
     for spec in message.DESCRIPTOR.fields:
         value = getattr(view, spec.name, None)
         if value is None:
@@ -141,10 +144,9 @@ def _filled(message: Any, view: object) -> Any:
         if spec.message_type is not None:
             target = getattr(message, spec.name)
             for item in value:
-                _filled(target.add(), item)
+                _fill(target.add(), item)
         else:
             setattr(message, spec.name, value)
-    return message
 
 
 def _summary_of_waiting(stream: LiveStream) -> pb.RequestSummary:

@@ -52,8 +52,7 @@ def admit(request: pb.GenerateRequest, request_id: str, drawn_seed: int, model: 
         model.tokenizer.decoder(_or(asked, "skip_special_tokens", True)),
         prompt,
         stop=stops,
-        include_stop=asked.include_stop_str_in_output,
-        silent_token_ids=() if asked.include_stop_str_in_output else sampling.stop_token_ids,
+        include_stop_str_in_output=asked.include_stop_str_in_output,
     )
     new = NewRequest(
         request_id,
@@ -237,7 +236,7 @@ def _check_range(
     excludes_minimum: bool = False,
 ) -> None:
     """Of a field that may be unset. NaN and infinities are never allowed."""
-    if not asked.HasField(name):  # type: ignore[arg-type]
+    if not asked.HasField(name):
         return
     value: float = getattr(asked, name)
     is_allowed = math.isfinite(value) and minimum <= value <= maximum
@@ -247,4 +246,4 @@ def _check_range(
 
 def _or(asked: pb.SamplingParams, name: str, default: Any) -> Any:
     """The field's value, or `default` when it is unset."""
-    return getattr(asked, name) if asked.HasField(name) else default  # type: ignore[arg-type]
+    return getattr(asked, name) if asked.HasField(name) else default

@@ -47,7 +47,7 @@ def setting(default: Any, help: str, **limits: Any) -> Any:
 
 
 def default_worker_address() -> str:
-    """A socket in a folder of this user's own; whoever binds it creates the folder with 0700."""
+    """A socket in a folder that is this user's own (`prepare_worker_address` makes it)."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = (
         Path(runtime) / "chairlift"
@@ -55,6 +55,17 @@ def default_worker_address() -> str:
         else Path(tempfile.gettempdir()) / f"chairlift-{os.getuid()}"
     )
     return f"ipc://{folder}/worker.ipc"
+
+
+def prepare_worker_address(address: str) -> None:
+    """Makes the folder of an ipc socket, closed to other users. Raises OSError."""
+    scheme, _, path = address.partition("://")
+    if scheme != "ipc":
+        return
+    folder = Path(path).parent
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if address == default_worker_address() and folder.stat().st_uid != os.getuid():
+        raise OSError(f"{folder} belongs to another user; set worker_address")
 
 
 _YET: Final = "comes in a later version, false until then"
@@ -114,7 +125,7 @@ class Config:
         None,
         "share of the pool below which new prefills wait; unset = by policy (fifo 0.15)",
         minimum=0.0,
-        maximum=1.0,
+        maximum=0.99,
     )
 
     # KV memory

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,15 +29,14 @@ _SPECS: Final[dict[str, Field[Any]]] = {spec.name: spec for spec in fields(Confi
 def load_config(arguments: Sequence[str], environ: Mapping[str, str]) -> Config:
     """Raises ConfigError; `--help` prints and exits as argparse does."""
     options = _parse(arguments)
-    path = options.pop("config", None) or environ.get("CHAIRLIFT_CONFIG")
+    path = options.pop("config", "") or environ.get("CHAIRLIFT_CONFIG", "")
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     layers = [_from_file(path)] if path else []
     layers += [_from_environment(environ), _from_command_line(options)]
-    for layer in layers:  # the later wins
-        for key, value, source in layer:
-            values[key] = value
-            sources[key] = source
+    for key, value, source in itertools.chain(*layers):  # the later wins
+        values[key] = value
+        sources[key] = source
     try:
         return Config(**values)
     except ConfigError as error:  # one that only shows when all is known

@@ -15,6 +15,7 @@ from scheduler_svc.errors import ChairliftError
 class TextStream(Protocol):
     """Turns one request's tokens into text, in the engine's thread (scheduler_svc/text.py)."""
 
+    include_stop_str_in_output: bool  # then a stop token's text is shown too
     matched_stop: str | None  # the stop string that was found; pushes after that add nothing
 
     def push(self, token_id: int) -> str:

@@ -63,8 +63,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
             self._streams.close(stream)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        aborted = set()
-        in_engine = []
+        aborted: set[str] = set()
+        in_engine: list[str] = []
         for request_id in request.request_ids:
             stream = self._streams.get(request_id)
             if stream is not None and not stream.is_submitted and stream.ending is None:
@@ -73,7 +73,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
             else:
                 in_engine.append(request_id)
         if in_engine:
-            aborted.update(await asyncio.wrap_future(self._engine.abort(in_engine)))
+            ended: list[str] = await asyncio.wrap_future(self._engine.abort(in_engine))
+            aborted.update(ended)
         in_order = dict.fromkeys(id for id in request.request_ids if id in aborted)
         return pb.AbortResponse(aborted=in_order)
 
@@ -110,7 +111,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
             eos_token_ids=model.tokenizer.eos_token_ids,
             has_chat_template=model.tokenizer.has_chat_template,
             dtype=facts.dtype,
-            default_sampling=pb.SamplingParams(**model.tokenizer.default_sampling),
+            default_sampling=_default_sampling(model),
         )
 
     async def GetServerInfo(
@@ -146,17 +147,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
 
     async def _model_unless_ended(self, stream: LiveStream) -> Model | None:
         """Waits for the model; None when an Abort comes first."""
-        waits = [
-            asyncio.ensure_future(self._served.wait()),
-            asyncio.ensure_future(stream.ended.wait()),
-        ]
-        model, _ = waits
+        model = asyncio.ensure_future(self._served.wait())
+        ended = asyncio.ensure_future(stream.ended.wait())
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([model, ended], return_when=asyncio.FIRST_COMPLETED)
             return model.result() if model.done() else None
         finally:
-            for wait in waits:
-                wait.cancel()
+            model.cancel()
+            ended.cancel()
 
 
 async def _write_deltas(stream: LiveStream, context: Context) -> None:
@@ -179,6 +177,13 @@ async def _write_end(event: Delta | Finished | Failed, context: Context) -> None
         raise event.error
     if isinstance(event, Finished):
         await context.write(pb.GenerateResponse(complete=_complete(event)))
+
+
+def _default_sampling(model: Model) -> pb.SamplingParams:
+    params = pb.SamplingParams()
+    for name, value in model.tokenizer.default_sampling.items():
+        setattr(params, name, value)
+    return params
 
 
 def _chunk(delta: Delta) -> pb.Chunk:

@@ -40,14 +40,14 @@ class ServedModel:
         *,
         max_waiting: int = 0,
         wait_seconds: float = 0.0,
-        load: Callable[[str], Tokenizer] = Tokenizer.load,
+        load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load,
     ) -> None:
         self.status = NO_WORKER
         self._name = name
         self._loop = loop
         self._max_waiting = max_waiting  # 0 = no limit
         self._wait_seconds = wait_seconds  # 0 = for ever
-        self._load = load
+        self._load = load_tokenizer
         self._num_waiting = 0
         self._model: Model | None = None
         self._loading: tuple[str, asyncio.Task[None]] | None = None
@@ -87,7 +87,8 @@ class ServedModel:
         self._num_waiting += 1
         try:
             async with asyncio.timeout(self._wait_seconds or None):
-                await self.wait_until(lambda: self._model is not None or self.error is not None)
+                while self._model is None and self.error is None:
+                    await self._changed.wait()
         except TimeoutError:
             raise Unavailable(
                 f"no worker was ready within {self._wait_seconds:g} s (worker_wait); "
@@ -99,8 +100,8 @@ class ServedModel:
             raise Unavailable(self.error)
         return self.model
 
-    async def wait_until(self, is_so: Callable[[], bool]) -> None:
-        while not is_so():
+    async def wait_until_ready_is(self, value: bool) -> None:
+        while self.is_ready != value:
             await self._changed.wait()
 
     def _update(self, status: Status) -> None:

@@ -27,6 +27,7 @@ from scheduler_svc.inference_service import InferenceService
 from scheduler_svc.served_model import ServedModel
 from scheduler_svc.statuses import StatusInterceptor
 from scheduler_svc.streams import LiveStreams
+from scheduler_svc.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from scheduler_svc.engine import Engine
@@ -47,21 +48,32 @@ class CannotListen(Exception):
     """The address is taken, or not this machine's."""
 
 
+class EngineCrashed(Exception):
+    """An invariant of the scheduler is broken: the process must end, and start anew."""
+
+
 class Server:
     """Engine, services and health, on one port."""
 
-    def __init__(self, config: Config, make_engine: MakeEngine, views: Views) -> None:
+    def __init__(
+        self,
+        config: Config,
+        make_engine: MakeEngine,
+        views: Views,
+        load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load,
+    ) -> None:
         """Inside a running event loop. Raises CannotListen; nothing is started yet."""
         loop = asyncio.get_running_loop()
         self._grace = config.drain_grace
         self._streams = LiveStreams(loop)
-        self._served = ServedModel(
+        self.served = ServedModel(
             config.model_name,
             loop,
             max_waiting=config.max_queue_size,
             wait_seconds=config.worker_wait,
+            load_tokenizer=load_tokenizer,
         )
-        self._engine = make_engine(self._streams.deliver, self._served.on_status)
+        self._engine = make_engine(self._streams.deliver, self.served.on_status)
         self._health = health.aio.HealthServicer()
         self._grpc = grpc.aio.server(
             interceptors=[StatusInterceptor()],
@@ -71,7 +83,7 @@ class Server:
                 ("grpc.max_send_message_length", config.max_message_bytes),
             ],
         )
-        inference = InferenceService(config, self._engine, self._streams, self._served)
+        inference = InferenceService(config, self._engine, self._streams, self.served)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, self._grpc)
         admin = AdminService(self._engine, self._streams, views)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, self._grpc)
@@ -82,14 +94,15 @@ class Server:
         self.port = _bind(self._grpc, config.host, config.port)
         self._mirror: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
+    async def start(self, on_crash: Callable[[BaseException], None]) -> None:
+        """Raises OSError when the engine cannot bind its worker link."""
         await self._health.set("", SERVING)
         await self._health.set(INFERENCE, NOT_SERVING)
         self._mirror = asyncio.create_task(self._mirror_readiness())
-        self._engine.start()
+        self._engine.start(on_crash)
         await self._grpc.start()
 
-    async def drain_and_stop(self, hurry: asyncio.Event) -> None:
+    async def drain_and_stop(self, hurry: asyncio.Event | None = None) -> None:
         """New requests get UNAVAILABLE; running ones have the grace to end, then get it too.
 
         `hurry` cuts the grace short.
@@ -100,7 +113,9 @@ class Server:
         error = Unavailable("the server is draining: try another one, or later")
         self._streams.refuse(error)
         self._streams.fail_waiting(error)
-        ends = [asyncio.create_task(self._streams.wait_idle()), asyncio.create_task(hurry.wait())]
+        ends = [asyncio.create_task(self._streams.wait_idle())]
+        if hurry is not None:
+            ends.append(asyncio.create_task(hurry.wait()))
         await asyncio.wait(ends, timeout=self._grace, return_when=asyncio.FIRST_COMPLETED)
         for end in ends:
             end.cancel()
@@ -111,26 +126,42 @@ class Server:
     async def _mirror_readiness(self) -> None:
         is_ready = False
         while True:
-            await self._served.wait_until(lambda was=is_ready: self._served.is_ready != was)
-            is_ready = self._served.is_ready
+            await self.served.wait_until_ready_is(not is_ready)
+            is_ready = not is_ready
             log.info("%s", "ready" if is_ready else "not ready: waiting for a worker")
             await self._health.set(INFERENCE, SERVING if is_ready else NOT_SERVING)
 
 
 async def serve(config: Config, make_engine: MakeEngine, views: Views) -> None:
-    """Runs until SIGTERM or SIGINT, a second one cuts the grace short; raises CannotListen."""
+    """Runs until SIGTERM or SIGINT; a second one cuts the grace short.
+
+    Raises CannotListen, OSError (the worker link cannot be bound) or EngineCrashed.
+    """
     stop, hurry = asyncio.Event(), asyncio.Event()
+    crashes: list[BaseException] = []
     loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    def on_crash(error: BaseException) -> None:  # in the engine's thread
+        crashes.append(error)
+        loop.call_soon_threadsafe(hurry.set)
+        loop.call_soon_threadsafe(stop.set)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+        loop.add_signal_handler(number, on_signal)
     server = Server(config, make_engine, views)
-    await server.start()
+    await server.start(on_crash)
     log.info("listening on %s:%d for clients", config.host, server.port)
     systemd.notify("READY=1")
     await stop.wait()
-    log.info("stopping; running streams have %g s to end", config.drain_grace)
     systemd.notify("STOPPING=1")
+    if not crashes:
+        log.info("stopping; running streams have %g s to end", config.drain_grace)
     await server.drain_and_stop(hurry)
+    if crashes:
+        raise EngineCrashed(str(crashes[0])) from crashes[0]
     log.info("stopped")
 
 

@@ -48,8 +48,6 @@ STATUS_OF: Final[dict[type[ChairliftError], grpc.StatusCode]] = {
 OWN_METHODS: Final = "/chairlift.v1."
 DETAILS_KEY: Final = "grpc-status-details-bin"
 
-Handler = Callable[[Any, Any], Awaitable[Any]]
-
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of chairlift.v1, which are coroutines; health and reflection pass."""
@@ -57,10 +55,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self,
         continuation: Callable[
-            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
         ],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None or not method.startswith(OWN_METHODS):

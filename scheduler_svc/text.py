@@ -17,7 +17,7 @@ of byte tokens, the full decode makes all of that run U+FFFD, and what was shown
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 REPLACEMENT: Final = "\ufffd"  # how decoders show bytes that are no character (yet)
@@ -129,12 +129,9 @@ class StopStrings:
 
 
 class OutputText:
-    """The TextStream of one request (scheduler_svc/events.py); used by one thread.
+    """The TextStream of one request (scheduler_svc/events.py); used by one thread."""
 
-    `silent_token_ids` end the answer without a text of their own: EOS and stop tokens.
-    """
-
-    __slots__ = ("_detokenizer", "_silent", "_stops")
+    __slots__ = ("_detokenizer", "_stops", "include_stop_str_in_output", "matched_stop")
 
     def __init__(
         self,
@@ -142,23 +139,24 @@ class OutputText:
         prompt_token_ids: Sequence[int],
         *,
         stop: Sequence[str] = (),
-        include_stop: bool = False,
-        silent_token_ids: Collection[int] = (),
+        include_stop_str_in_output: bool = False,
     ) -> None:
+        self.include_stop_str_in_output = include_stop_str_in_output
+        self.matched_stop: str | None = None
         self._detokenizer = Detokenizer(decode, prompt_token_ids)
-        self._stops = StopStrings(stop, include_stop)
-        self._silent = frozenset(silent_token_ids)
-
-    @property
-    def matched_stop(self) -> str | None:
-        return self._stops.matched
+        self._stops = StopStrings(stop, include_stop_str_in_output)
 
     def push(self, token_id: int) -> str:
-        if self._stops.matched is not None or token_id in self._silent:
+        if self.matched_stop is not None:
             return ""
-        return self._stops.push(self._detokenizer.push(token_id))
+        return self._cut(self._detokenizer.push(token_id))
 
     def finish(self) -> str:
-        if self._stops.matched is not None:
+        if self.matched_stop is not None:
             return ""
-        return self._stops.push(self._detokenizer.finish()) + self._stops.finish()
+        return self._cut(self._detokenizer.finish()) + self._stops.finish()
+
+    def _cut(self, text: str) -> str:
+        shown = self._stops.push(text)
+        self.matched_stop = self._stops.matched
+        return shown

@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from scheduler_svc.errors import RequestRejected
 from scheduler_svc.text import Decode

@@ -51,10 +51,12 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     answers: dict[str, Any] = field(default_factory=dict)  # to questions, by name
     is_running: bool = False
+    crash: Callable[[BaseException], None] | None = None
     script: Callable[[FakeEngine, Submission], None] | None = None  # on every submission
 
-    def start(self) -> None:
+    def start(self, on_crash: Callable[[BaseException], None] | None = None) -> None:
         self.is_running = True
+        self.crash = on_crash
 
     def stop(self) -> None:
         self.is_running = False
@@ -106,11 +108,13 @@ class FakeEngine:
         new, text = live.submission.new, live.submission.text
         assert text is not None
         live.num_output += 1
-        shown = text.push(token_id)
+        is_stop_token = token_id in new.sampling.stop_token_ids
+        is_silent = is_stop_token and not text.include_stop_str_in_output
+        shown = "" if is_silent else text.push(token_id)
         events: list[Event] = []
         if text.matched_stop is not None:
             events = [self._finish(request_id, FinishReason.STOP, stop_string=text.matched_stop)]
-        elif token_id in new.sampling.stop_token_ids:
+        elif is_stop_token:
             events = [self._finish(request_id, FinishReason.STOP, stop_token_id=token_id)]
         elif live.num_output == new.max_tokens:
             events = [self._finish(request_id, FinishReason.LENGTH)]

@@ -183,7 +183,9 @@ def test_a_stop_string_split_in_every_way_never_leaks(
 def test_a_stop_string_over_tokens(tokenizer: Tokenizer, is_included: bool) -> None:
     """The same with real tokens, where a stop string begins and ends inside them."""
     ids = encode(tokenizer, "the a END. more")
-    output = OutputText(decoder(tokenizer), [], stop=["END"], include_stop=is_included)
+    output = OutputText(
+        decoder(tokenizer), [], stop=["END"], include_stop_str_in_output=is_included
+    )
     deltas = stream(output, ids)
     assert "".join(deltas) == ("the a END" if is_included else "the a ")
     assert output.matched_stop == "END"
@@ -237,20 +239,6 @@ def test_text_after_the_stop_is_dropped() -> None:
     assert output.matched_stop == "a"
 
 
-@pytest.mark.parametrize("skip_special", [True, False])
-def test_a_token_that_ends_the_answer_has_no_text(skip_special: bool) -> None:
-    """A stop token is told by its id in Complete; in the text it would be noise."""
-    end = BYTES.token_to_id("<|im_end|>")
-    newline = encode(BYTES, "\n")[0]
-    for last in (end, newline):
-        output = OutputText(
-            partial(BYTES.decode, skip_special_tokens=skip_special),
-            [],
-            silent_token_ids={end, newline},
-        )
-        assert "".join(stream(output, [*encode(BYTES, "hi"), last])) == "hi"
-
-
 def test_special_tokens_are_shown_on_demand() -> None:
     """skip_special_tokens = false is how tool parsers see their markers."""
     start = BYTES.token_to_id("<|im_start|>")
@@ -276,7 +264,9 @@ def test_joined_deltas_are_the_truncated_full_decode(
     ids = encode(tokenizer, text)
     whole = decode(tokenizer, before + ids)[len(decode(tokenizer, before)) :]
     want, matched = expected(whole, stops, is_included)
-    output = OutputText(decoder(tokenizer), before, stop=stops, include_stop=is_included)
+    output = OutputText(
+        decoder(tokenizer), before, stop=stops, include_stop_str_in_output=is_included
+    )
     deltas = stream(output, ids)
     assert "".join(deltas) == want
     assert output.matched_stop == matched
