@@ -219,6 +219,8 @@ def _max_tokens(asked: pb.SamplingParams, num_prompt: int, facts: ModelFacts) ->
 
 
 def _check_token_ids(field: str, token_ids: Sequence[int], facts: ModelFacts) -> None:
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < facts.vocab_size):
+        return
     for index, token_id in enumerate(token_ids):
         if not 0 <= token_id < facts.vocab_size:
             raise RequestRejected(

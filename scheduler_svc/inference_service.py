@@ -65,7 +65,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         aborted: set[str] = set()
         in_engine: list[str] = []
-        for request_id in request.request_ids:
+        asked = dict.fromkeys(request.request_ids)
+        for request_id in asked:
             stream = self._streams.get(request_id)
             if stream is not None and not stream.is_submitted and stream.ending is None:
                 stream.put(ended_unseen(request_id))
@@ -75,8 +76,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
         if in_engine:
             ended: list[str] = await asyncio.wrap_future(self._engine.abort(in_engine))
             aborted.update(ended)
-        in_order = dict.fromkeys(id for id in request.request_ids if id in aborted)
-        return pb.AbortResponse(aborted=in_order)
+        return pb.AbortResponse(aborted=[id for id in asked if id in aborted])
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         add_special = request.add_special_tokens or not request.HasField("add_special_tokens")

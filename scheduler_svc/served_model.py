@@ -112,7 +112,7 @@ class ServedModel:
             status.fatal_error,
         ):
             return  # only the counts: these change with every step
-        if status.model is not None:
+        if status.is_ready and status.model is not None:
             self._follow(status.model)
         self._announce()
 
@@ -126,16 +126,18 @@ class ServedModel:
             self._loading = (facts.model_path, task)
 
     async def _load_tokenizer(self, path: str) -> None:
+        tokenizer, error = None, None
         try:
             tokenizer = await asyncio.to_thread(self._load, path)
-        except (OSError, ValueError) as error:
-            self._load_error = f"the tokenizer of {path} cannot be loaded: {error}"
-            self._loading = None  # the next ready worker is a reason to try again
-            log.error("%s", self._load_error)
-        else:
-            facts = self.status.model
-            if facts is None or facts.model_path != path:
-                return  # another model is loading by now
+        except (OSError, ValueError) as caught:
+            error = f"the tokenizer of {path} cannot be loaded: {caught}"
+            log.error("%s", error)
+        if self._loading is None or self._loading[0] != path:
+            return  # another model is loading by now
+        self._loading = None  # after an error, the next ready worker is a reason to try again
+        self._load_error = error
+        facts = self.status.model
+        if tokenizer is not None and facts is not None:
             self._model = Model(self._name, facts, tokenizer)
         self._announce()
 

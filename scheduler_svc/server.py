@@ -94,6 +94,11 @@ class Server:
         self.port = _bind(self._grpc, config.host, config.port)
         self._mirror: asyncio.Task[None] | None = None
 
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
     async def start(self, on_crash: Callable[[BaseException], None]) -> None:
         """Raises OSError when the engine cannot bind its worker link."""
         await self._health.set("", SERVING)
@@ -109,10 +114,10 @@ class Server:
         """
         if self._mirror is not None:
             self._mirror.cancel()
-        await self._health.enter_graceful_shutdown()
         error = Unavailable("the server is draining: try another one, or later")
         self._streams.refuse(error)
         self._streams.fail_waiting(error)
+        await self._health.enter_graceful_shutdown()
         ends = [asyncio.create_task(self._streams.wait_idle())]
         if hurry is not None:
             ends.append(asyncio.create_task(hurry.wait()))
@@ -132,7 +137,12 @@ class Server:
             await self._health.set(INFERENCE, SERVING if is_ready else NOT_SERVING)
 
 
-async def serve(config: Config, make_engine: MakeEngine, views: Views) -> None:
+async def serve(
+    config: Config,
+    make_engine: MakeEngine,
+    views: Views,
+    load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load,
+) -> None:
     """Runs until SIGTERM or SIGINT; a second one cuts the grace short.
 
     Raises CannotListen, OSError (the worker link cannot be bound) or EngineCrashed.
@@ -151,7 +161,7 @@ async def serve(config: Config, make_engine: MakeEngine, views: Views) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    server = Server(config, make_engine, views)
+    server = Server(config, make_engine, views, load_tokenizer)
     await server.start(on_crash)
     log.info("listening on %s:%d for clients", config.host, server.port)
     systemd.notify("READY=1")

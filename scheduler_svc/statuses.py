@@ -11,6 +11,7 @@ some twenty bytes.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, NoReturn
@@ -84,9 +85,10 @@ def _guarded(handler: Any, method: str) -> Any:
             await _abort(context, error)
         except grpc.aio.AbortError:
             raise
+        except grpc.aio.InternalError as error:  # a write failed: the client has gone
+            log.debug("%s ended with its client: %s", method, error)
+            raise asyncio.CancelledError from error
         except Exception:
-            if context.done():  # the client has gone: a write failed, nobody listens
-                raise
             log.exception("%s failed", method)
             await context.abort(
                 grpc.StatusCode.INTERNAL, "a bug in Chairlift; the scheduler's log tells more"

@@ -76,6 +76,9 @@ class LiveStreams:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    def __len__(self) -> int:
+        return len(self._streams)
+
     def open(self, request_id: str) -> LiveStream:
         """Raises DuplicateRequest, or what `refuse` was given."""
         if self._refusal is not None:
