@@ -88,11 +88,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def build(configure: link_pb2.Configure, progress: Progress) -> Runner:
-    """Loads the model and allocates its KV pool."""
+    """Loads the model, plans its memory, and allocates its KV pool."""
+    from worker.attention import choose_backend
     from worker.load import load_model
+    from worker.memory import plan_memory
     from worker.runner import Runner as ModelRunner
 
-    return ModelRunner(load_model(configure, progress), configure)
+    loaded = load_model(configure, progress)
+    progress("building the attention kernel", 0.95)
+    backend = choose_backend(
+        configure.attention, loaded.device, loaded.dtype, configure.deterministic
+    )
+    memory = plan_memory(loaded, configure, backend.name)
+    logger.info("memory:\n%s", memory)
+    return ModelRunner(loaded, configure, memory.num_chunks)
 
 
 def hello() -> link_pb2.Hello:
