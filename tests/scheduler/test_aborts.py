@@ -109,7 +109,8 @@ async def test_deltas_merge_for_a_slow_reader(edge: Edge) -> None:
 
 async def test_a_deadline_is_an_abort(edge: Edge) -> None:
     """The client has stopped listening; grpc told it so itself."""
-    call = edge.inference.Generate(pb.GenerateRequest(request_id="r", text="hello"), timeout=0.3)
+    call = edge.inference.Generate(pb.GenerateRequest(request_id="r", text="hello"), timeout=0.6)
+    await started(call)
     code, _ = await status_of(call)
     assert code == grpc.StatusCode.DEADLINE_EXCEEDED
     await until(lambda: edge.engine.aborted == ["r"])
@@ -117,8 +118,10 @@ async def test_a_deadline_is_an_abort(edge: Edge) -> None:
 
 async def test_the_servers_own_time_limit(make_edge: Any, config: Config) -> None:
     """request_timeout bounds clients that set no deadline."""
-    edge = await make_edge(replace(config, request_timeout=0.2))
-    code, details = await status_of(generate(edge, request_id="r"))
+    edge = await make_edge(replace(config, request_timeout=0.6))
+    call = generate(edge, request_id="r")
+    await started(call)
+    code, details = await status_of(call)
     assert code == grpc.StatusCode.DEADLINE_EXCEEDED
     assert "request_timeout" in details
     assert edge.engine.aborted == ["r"]
