@@ -12,8 +12,10 @@ no settings of its own: `to_configure` is all that it is told.
 
 from __future__ import annotations
 
+import difflib
 import os
 import tempfile
+from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -29,6 +31,19 @@ class ConfigError(ValueError):
     def __init__(self, key: str, value: object, source: str, allowed: str) -> None:
         where = f" ({source})" if source else ""
         super().__init__(f"{key} is {value!r}{where}; allowed: {allowed}")
+        self.key = key
+
+
+class UnknownKey(ConfigError):
+    def __init__(self, key: str, value: object, source: str, known: Iterable[str]) -> None:
+        known = list(known)
+        close = difflib.get_close_matches(key, known, n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        ValueError.__init__(
+            self,
+            f"there is no setting {key} ({source}, value {value!r}).{hint} "
+            f"Allowed: {', '.join(known)}",
+        )
         self.key = key
 
 

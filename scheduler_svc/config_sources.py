@@ -7,7 +7,6 @@ unknown key is answered with the nearest known one.
 from __future__ import annotations
 
 import argparse
-import difflib
 import itertools
 import math
 import tomllib
@@ -16,7 +15,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, Final
 
-from scheduler_svc.config import Config, ConfigError, Rule, allowed, check
+from scheduler_svc.config import Config, ConfigError, Rule, UnknownKey, allowed, check
 
 ENV_PREFIX: Final = "CHAIRLIFT_"
 # Read elsewhere: the model cache of the worker, this file's own, keys of encrypted worker links.
@@ -34,13 +33,13 @@ def load_config(arguments: Sequence[str], environ: Mapping[str, str]) -> Config:
     sources: dict[str, str] = {}
     layers = [_from_file(path)] if path else []
     layers += [_from_environment(environ), _from_command_line(options)]
-    for key, value, source in itertools.chain(*layers):  # the later wins
+    for key, value, where in itertools.chain(*layers):  # the later wins
         values[key] = value
-        sources[key] = source
+        sources[key] = where
     try:
         return Config(**values)
     except ConfigError as error:  # one that only shows when all is known
-        if source := sources.get(error.key):
+        if (source := sources.get(error.key)) is not None:
             raise ConfigError(
                 error.key, values[error.key], source, str(error).partition("allowed: ")[2]
             ) from None
@@ -90,9 +89,9 @@ def parse_text(spec: Field[Any], text: str, source: str) -> Any:
 def _parse(arguments: Sequence[str]) -> dict[str, str]:
     options, unknown = build_parser().parse_known_args(arguments)
     if unknown:
-        flag, _, value = unknown[0].partition("=")
+        flag, _, value = " ".join(unknown[:2]).replace(" ", "=", 1).partition("=")
         key = flag.lstrip("-").replace("-", "_")
-        raise ConfigError(key, value or flag, "command line", _nearest(key))
+        raise UnknownKey(key, value, "command line", _SPECS)
     return {key: text for key, text in vars(options).items() if text is not None}
 
 
@@ -110,7 +109,7 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, Any, st
         source = f"environment {name}"
         key = name.removeprefix(ENV_PREFIX).lower()
         if key not in _SPECS:
-            raise ConfigError(key, text, source, _nearest(key))
+            raise UnknownKey(key, text, source, _SPECS)
         yield key, parse_text(_SPECS[key], text, source), source
 
 
@@ -126,19 +125,13 @@ def _from_file(path: str) -> Iterator[tuple[str, Any, str]]:
         source = f"file {path}"
         spec = _SPECS.get(key)
         if spec is None:
-            raise ConfigError(key, value, source, _nearest(key))
+            raise UnknownKey(key, value, source, _SPECS)
         if str(spec.type).startswith("float") and type(value) is int:
             value = float(value)
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(key, value, source, allowed(spec))
         check(spec, value, source)
         yield key, value, source
-
-
-def _nearest(key: str) -> str:
-    close = difflib.get_close_matches(key, _SPECS, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return f"no such key{hint} Known are: {', '.join(_SPECS)}"
 
 
 def _help(spec: Field[Any]) -> str:

@@ -118,9 +118,11 @@ class Server:
         self._streams.refuse(error)
         self._streams.fail_waiting(error)
         await self._health.enter_graceful_shutdown()
-        ends = [asyncio.create_task(self._streams.wait_idle())]
-        if hurry is not None:
-            ends.append(asyncio.create_task(hurry.wait()))
+        hurry = hurry or asyncio.Event()
+        ends: list[asyncio.Task[object]] = [
+            asyncio.create_task(self._streams.wait_idle()),
+            asyncio.create_task(hurry.wait()),
+        ]
         await asyncio.wait(ends, timeout=self._grace, return_when=asyncio.FIRST_COMPLETED)
         for end in ends:
             end.cancel()

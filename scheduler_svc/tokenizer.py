@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,8 +28,14 @@ from scheduler_svc.text import Decode
 
 log = logging.getLogger(__name__)
 
-# Defaults of generation_config.json that this version can honour, and those it will later.
-DEFAULTS_NOW: Final = ("temperature", "top_p", "top_k", "min_p")
+# Defaults of generation_config.json that this version can honour, and what the API allows of
+# them; and those that it cannot yet, with their neutral value.
+DEFAULTS_NOW: Final = {
+    "temperature": (0.0, math.inf),
+    "top_p": (sys.float_info.min, 1.0),
+    "top_k": (0, math.inf),
+    "min_p": (0.0, 1.0),
+}
 DEFAULTS_LATER: Final = {"repetition_penalty": 1.0}
 
 
@@ -130,4 +138,8 @@ def _default_sampling(config: Mapping[str, Any]) -> dict[str, float | int]:
                 config[name],
                 neutral,
             )
-    return {name: config[name] for name in DEFAULTS_NOW if config.get(name) is not None}
+    return {
+        name: config[name]
+        for name, (minimum, maximum) in DEFAULTS_NOW.items()
+        if isinstance(config.get(name), int | float) and minimum <= config[name] <= maximum
+    }

@@ -22,8 +22,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from scheduler_svc.config import Config
-from scheduler_svc.server import INFERENCE, CannotListen
+from scheduler_svc.server import INFERENCE, CannotListen, EngineCrashed, serve
 from tests.scheduler.conftest import Edge, stop
+from tests.scheduler.fake_engine import FakeEngine, fake_views
 
 ROOT = Path(__file__).parents[2]
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -184,6 +185,18 @@ async def test_a_second_signal_cuts_the_grace_short() -> None:
             code, _ = await code_of(call)
             assert code == grpc.StatusCode.UNAVAILABLE
             assert await child.wait() == 0
+
+
+async def test_a_broken_engine_ends_the_process(config: Config) -> None:
+    """A scheduler whose invariants broke must not go on; systemd starts it anew."""
+
+    class Crashes(FakeEngine):
+        def start(self, on_crash: Any = None) -> None:
+            super().start(on_crash)
+            on_crash(ValueError("block counts differ"))
+
+    with pytest.raises(EngineCrashed, match="block counts differ"):
+        await asyncio.wait_for(serve(config, Crashes, fake_views()), 20)  # type: ignore[arg-type]
 
 
 async def test_a_client_killed_mid_stream_is_an_abort(edge: Edge) -> None:

@@ -64,6 +64,12 @@ def test_only_stated_defaults_count(folder: Path) -> None:
     assert Tokenizer.load(str(folder)).default_sampling == {"temperature": 0.6, "top_k": 20}
 
 
+def test_odd_defaults_are_none() -> None:
+    """Some files say top_k -1 for "off"; unchecked, it would reach the sampler."""
+    odd = {"top_k": -1, "top_p": 0.0, "temperature": None, "min_p": "0.1"}
+    assert Tokenizer(chat(), odd).default_sampling == {}
+
+
 def test_a_default_that_cannot_be_honoured_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """Refusing every request of such a model would be worse, saying nothing dishonest."""
     with caplog.at_level(logging.WARNING):
