@@ -67,6 +67,7 @@ def prepare_inputs(
     `num_blocks` is the pool's count per group. Raises InvalidPlan.
     """
     _check_shape(plan, len(groups))
+    _check_copies(plan, groups, num_blocks)
     query_lens = np.diff(plan.query_start_loc)
     num_tokens, num_requests = len(plan.token_ids), len(plan.rows)
     num_padding = -num_tokens % row_multiple
@@ -147,6 +148,18 @@ def _check_shape(plan: StepPlan, num_groups: int) -> None:
     ):
         if len(indices) and not (indices.min() >= 0 and indices.max() < limit):
             raise InvalidPlan(f"{name} must lie in 0..{limit - 1}, but are {indices.tolist()}")
+
+
+def _check_copies(plan: StepPlan, groups: Sequence[CacheGroup], num_blocks: Sequence[int]) -> None:
+    for index, source, target in plan.copy.tolist():
+        if not 0 <= index < len(groups):
+            raise InvalidPlan(f"a copy names cache group {index} of {len(groups)}")
+        first, last = groups[index].first_block, num_blocks[index] - 1
+        if not (first <= source <= last and first <= target <= last):
+            raise InvalidPlan(
+                f"cache group {index}: a copy from block {source} to {target} leaves the blocks "
+                f"{first}..{last}"
+            )
 
 
 def _check_tables(

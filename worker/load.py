@@ -73,7 +73,7 @@ def load_folder(path: str, configure: link_pb2.Configure, progress: Progress) ->
     max_model_len = _max_model_len(configure.max_model_len, text_config)
 
     progress("loading weights", 0.1)
-    transformers_logging.disable_progress_bar()  # `progress` is what people see
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # ours shows
     register()
     model = AutoModelForCausalLM.from_pretrained(
         path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME

@@ -163,8 +163,8 @@ def _wanted_chunks(loaded: LoadedModel, configure: link_pb2.Configure, fitting: 
 
 def _activation_bytes(config: Any, geometry: Geometry) -> int:
     """Per token of a step, with every layer's activations given back before the next layer."""
-    hidden = config.hidden_size
-    intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
+    hidden: int = config.hidden_size
+    intermediate: int = getattr(config, "intermediate_size", None) or 4 * hidden
     heads = (geometry.num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim
     return geometry.itemsize * max(3 * hidden + 2 * heads, 2 * hidden + 3 * intermediate)
 

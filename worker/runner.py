@@ -165,8 +165,11 @@ class Runner:
         """Sample, and remember each row's token for plans that do not know it yet."""
         if not len(plan.sample_logits):
             return _NOTHING
-        wanted = logits[self._to_device(plan.sample_logits.astype(np.int64))].float()
-        chosen = self._sample(wanted, plan.temperature, plan.top_k, plan.top_p, plan.min_p, plan.u)
+        if not np.array_equal(plan.sample_logits, np.arange(len(logits))):  # else spare the copy
+            logits = logits[self._to_device(plan.sample_logits.astype(np.int64))]
+        chosen = self._sample(
+            logits.float(), plan.temperature, plan.top_k, plan.top_p, plan.min_p, plan.u
+        )
         self._last_token[self._to_device(plan.sample_rows.astype(np.int64))] = chosen
         return chosen.to(torch.int32).cpu().numpy()
 

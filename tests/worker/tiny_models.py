@@ -86,6 +86,7 @@ def wide_llama() -> PreTrainedConfig:
             **_SHAPE,
             "hidden_size": 288,
             "intermediate_size": 768,
+            "num_hidden_layers": 2,
             "num_attention_heads": 9,
             "num_key_value_heads": 3,
             "head_dim": 64,
