@@ -32,7 +32,9 @@ def stale_files() -> list[str]:
     """Committed generated files that differ from what the .proto files give now."""
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
-        fresh = {path.relative_to(folder): path.read_bytes() for path in Path(folder).rglob("*.py*")}
+        fresh = {
+            path.relative_to(folder): path.read_bytes() for path in Path(folder).rglob("*.py*")
+        }
     committed = {path.relative_to(ROOT) for path in (ROOT / "protos").glob("*_pb2*.py*")}
     return sorted(
         str(path)
