@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Final
 
+from client import launch
 from client.aio import AsyncChairlift
 from client.cli_generate import choose_display
 from client.display import Display, shortened
@@ -31,8 +32,9 @@ _PROMPTS: Final = (  # (what is asked, max_tokens)
     ("Give me a simple recipe for pancakes.", 96),
     ("Say good night in one sentence.", 24),
 )
-_READY_SECONDS: Final = 900.0
+_READY_SECONDS: Final = 600.0
 _STOP_SECONDS: Final = 60.0
+_LOADS: Final = 2  # a worker that has died so often while loading will not get further
 _CHART_WIDTH: Final = 60
 
 
@@ -65,14 +67,12 @@ def run(options: argparse.Namespace) -> int:
     """0 only if all went well."""
     port = _free_port()
     print(f"Starting `chairlift serve` on port {port}, {_AT_ONCE} requests per batch.", flush=True)
-    server = subprocess.Popen(
+    server = launch.start(
         [
             *(sys.executable, "-P", "-m", "client", "serve"),
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--max-requests-per-batch", str(_AT_ONCE)),
-        ],
-        stdin=subprocess.DEVNULL,
-        process_group=0,  # a Ctrl-C is passed on below, once
+        ]
     )
     try:
         spans = asyncio.run(_stream_all(f"127.0.0.1:{port}", server))
@@ -132,13 +132,20 @@ async def _stream_all(address: str, server: subprocess.Popen[bytes]) -> list[Spa
 
 
 async def _is_ready(chairlift: AsyncChairlift, server: subprocess.Popen[bytes]) -> bool:
-    """Waits until the server is ready; False if it ends before that."""
-    waiting = asyncio.create_task(
-        chairlift.wait_ready(_READY_SECONDS, lambda what: print(f"Waiting ({what}) …", flush=True))
-    )
+    """Waits until the server is ready; False if it ends, or fails to load, before that."""
+    seen: list[str] = []
+
+    def note(waiting_for: str) -> None:
+        seen.append(waiting_for)
+        print(f"Waiting ({waiting_for}) …", flush=True)
+
+    waiting = asyncio.create_task(chairlift.wait_ready(_READY_SECONDS, note))
     while not waiting.done():
         await asyncio.wait([waiting], timeout=0.5)
-        if server.poll() is not None:
+        is_hopeless = seen.count("worker: loading") > _LOADS
+        if is_hopeless:
+            print("chairlift: the worker dies while loading; see above", file=sys.stderr)
+        if is_hopeless or server.poll() is not None:
             waiting.cancel()
             return False
     await waiting

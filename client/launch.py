@@ -6,8 +6,11 @@ they fail with an ImportError.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Final, NoReturn
@@ -33,6 +36,27 @@ def command(part: str, arguments: Sequence[str]) -> list[str]:
             f"pip install 'chairlift[{part}]'"
         )
     return [sys.executable, "-P", "-m", _MODULES[part], *arguments]
+
+
+def start(line: Sequence[str]) -> subprocess.Popen[bytes]:
+    """A child that a Ctrl-C in the terminal does not reach: its parent decides what that means.
+
+    On Linux the kernel sends it SIGTERM should the parent be killed.
+    """
+    return subprocess.Popen(
+        line,
+        stdin=subprocess.DEVNULL,
+        process_group=0,
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+    )
+
+
+def _end_with_parent() -> None:
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+    _LIBC.prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+_LIBC: Final = ctypes.CDLL(None)  # loaded here, not between fork and exec
 
 
 def become(part: str, arguments: Sequence[str]) -> NoReturn:

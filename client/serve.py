@@ -6,14 +6,12 @@ that coming back will not help, ends both.
 
 Signals: children run in process groups of their own, so that a Ctrl-C in the terminal reaches this
 process alone and the order is ours: first the scheduler, which still needs its worker while it
-drains, then the worker. A second Ctrl-C kills both. On Linux the kernel tells the children to end
-should this process be killed.
+drains, then the worker. A second Ctrl-C kills both.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import shutil
@@ -97,12 +95,14 @@ class Supervisor:
     def run(self) -> int:
         """Until both have ended; the exit code for the whole."""
         with _signals() as wait:
-            self._scheduler = _start(self._scheduler_line)
+            self._scheduler = launch.start(self._scheduler_line)
             self._start_worker()
             while self._scheduler.poll() is None:
                 for number in wait(self._seconds_to_restart()):
-                    if number in (signal.SIGINT, signal.SIGTERM):
-                        self._stop_asked()
+                    if number == signal.SIGINT and self._is_stopping:
+                        self._kill_both()
+                    elif number in (signal.SIGINT, signal.SIGTERM):
+                        self._stop()
                 if self._scheduler.poll() is None:
                     self._look_after_worker()
             self._scheduler_ended()
@@ -111,24 +111,25 @@ class Supervisor:
         return self._exit_code
 
     def _start_worker(self) -> None:
-        self._worker = _start(self._worker_line)
+        self._worker = launch.start(self._worker_line)
         self._worker_since = time.monotonic()
         self._restart_at = None
 
     def _seconds_to_restart(self) -> float | None:
         return None if self._restart_at is None else max(0.0, self._restart_at - time.monotonic())
 
-    def _stop_asked(self) -> None:
-        if self._is_stopping:
-            _say("killing both")
-            self._exit_code = _INTERRUPTED
-            _kill(self._scheduler)
-            if self._worker is not None:
-                _kill(self._worker)
-            return
-        _say("stopping; running answers may finish. Ctrl-C again kills both")
-        self._is_stopping = True
-        self._scheduler.terminate()
+    def _stop(self) -> None:
+        if not self._is_stopping:  # the kernel may tell of a parent's end more than once
+            _say("stopping; running answers may finish. Ctrl-C kills both")
+            self._is_stopping = True
+            self._scheduler.terminate()
+
+    def _kill_both(self) -> None:
+        _say("killing both")
+        self._exit_code = _INTERRUPTED
+        _kill(self._scheduler)
+        if self._worker is not None:
+            _kill(self._worker)
 
     def _look_after_worker(self) -> None:
         """Also while the scheduler drains: what it still has to answer needs a worker."""
@@ -173,23 +174,6 @@ class Supervisor:
                 _say(f"the worker did not end within {_KILL_AFTER:g} s; killing it")
                 _kill(self._worker)
                 self._worker.wait()
-
-
-def _start(line: list[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        line,
-        stdin=subprocess.DEVNULL,
-        process_group=0,
-        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-    )
-
-
-def _end_with_parent() -> None:
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
-    _LIBC.prctl(set_parent_death_signal, signal.SIGTERM)
-
-
-_LIBC = ctypes.CDLL(None)  # loaded here, not between fork and exec
 
 
 def _say(text: str) -> None:
