@@ -50,8 +50,12 @@ class ShadowWorker:
         self.page_size = geometry.page_size
         garbage = np.random.default_rng(0)
         self.kv = [
-            garbage.integers(1, 2**63, geometry.num_chunks * group.blocks_per_chunk
-                             * geometry.page_size, dtype=np.uint64)
+            garbage.integers(
+                1,
+                2**63,
+                geometry.num_chunks * group.blocks_per_chunk * geometry.page_size,
+                dtype=np.uint64,
+            )
             for group in geometry.groups
         ]
         self.reserved = [2 * group.blocks_per_chunk for group in geometry.groups]
@@ -63,7 +67,9 @@ class ShadowWorker:
         plan = decode_plan(plan.step_id, plan.awaits_mask, *encode_plan(plan))
         result = self._step(plan)
         return decode_result(
-            result.step_id, result.device_microseconds, result.queue_microseconds,
+            result.step_id,
+            result.device_microseconds,
+            result.queue_microseconds,
             *encode_result(result),
         )
 

@@ -78,8 +78,9 @@ class Simulation:
         # a shuffled pool, so that a stale read cannot pass by luck
         self.rng.shuffle(self.state.pool.free)
         self.worker = ShadowWorker(setup.geometry(), setup.max_requests, setup.vocab_size)
-        self.pristine = [kv[: setup.page_size * setup.blocks_per_chunk].copy()
-                         for kv in self.worker.kv]
+        self.pristine = [
+            kv[: setup.page_size * setup.blocks_per_chunk].copy() for kv in self.worker.kv
+        ]
         self.results: deque = deque()
         self.outcome = Outcome()
         self.keep_trace = keep_trace
