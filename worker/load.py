@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from protos import link_pb2
 from worker.attention.interface import ATTENTION_NAME, register
@@ -73,7 +72,6 @@ def load_folder(path: str, configure: link_pb2.Configure, progress: Progress) ->
     max_model_len = _max_model_len(configure.max_model_len, text_config)
 
     progress("loading weights", 0.1)
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # ours shows
     register()
     model = AutoModelForCausalLM.from_pretrained(
         path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME

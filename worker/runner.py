@@ -13,6 +13,7 @@ tries it on the model at hand).
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,10 +29,13 @@ from worker.attention.interface import GroupTables, StepContext, answering
 from worker.inputs import StepInputs, prepare_inputs
 from worker.kv_pool import KvPool
 from worker.load import LoadedModel
+from worker.memory import plan_memory
 from worker.model_check import check_row_bits
 
 # (logits float32 [S, V], temperature, top_k, top_p, min_p, u: each [S]) -> token ids int64 [S]
 Sample = Callable[[torch.Tensor, Float32, Int32, Float32, Float32, Float32], torch.Tensor]
+
+_logger = logging.getLogger(__name__)
 
 _DETERMINISTIC_ROWS: Final = 4  # token and logits rows come in multiples of this
 _FIRST_ROWS: Final = 64  # rows of the per-row tables at start; they grow as rows appear
@@ -45,12 +49,13 @@ class Runner:
         self,
         loaded: LoadedModel,
         configure: link_pb2.Configure,
-        num_chunks: int,
+        num_chunks: int | None = None,
         sample: Sample | None = None,
     ) -> None:
-        """`num_chunks` as memory.plan_memory() gives them; `sample` is worker.sampler's by default.
+        """`num_chunks` are as many as fit by default (memory.py), `sample` is worker.sampler's.
 
-        Raises ValueError where the wanted attention or `deterministic` cannot be had.
+        Raises ValueError where the wanted attention or `deterministic` cannot be had, or where
+        memory is too small.
         """
         if sample is None:
             from worker.sampler import sample as sample_tokens
@@ -67,6 +72,10 @@ class Runner:
         )
         if configure.deterministic:
             check_row_bits(loaded.model, _DETERMINISTIC_ROWS)
+        if num_chunks is None:
+            memory = plan_memory(loaded, configure, self.backend.name)
+            _logger.info("memory:\n%s", memory)
+            num_chunks = memory.num_chunks
         self.pool = KvPool(loaded.geometry, num_chunks, loaded.dtype, loaded.device)
         self._num_blocks = [self.pool.num_blocks(g) for g in range(len(loaded.geometry.groups))]
         self._last_token = torch.zeros(_FIRST_ROWS, dtype=torch.int64, device=loaded.device)
@@ -121,6 +130,32 @@ class Runner:
             is_finite = _finite_rows(plan, inputs, logits, finite_tokens)
         # both results are on the host by now, so the device has finished
         return _result(plan, token_ids, is_finite, _microseconds_since(begin))
+
+    def ready(self) -> link_pb2.Ready:
+        """What the scheduler must know of this model and its pool."""
+        geometry = self._geometry
+        return link_pb2.Ready(
+            model_path=self._loaded.model_path,
+            model_type=self._loaded.model_type,
+            architecture=self._loaded.architecture,
+            vocab_size=self._loaded.vocab_size,
+            max_model_len=self._loaded.max_model_len,
+            dtype=str(self._loaded.dtype).removeprefix("torch."),
+            device=str(self._device),
+            groups=[
+                link_pb2.CacheGroup(
+                    kind=group.kind,
+                    layers=group.layers,
+                    sliding_window=group.sliding_window,
+                    blocks_per_chunk=group.blocks_per_chunk,
+                )
+                for group in geometry.groups
+            ],
+            page_size=geometry.page_size,
+            num_chunks=self.pool.num_chunks,
+            chunk_bytes=geometry.chunk_bytes,
+            attention=self.backend.name,
+        )
 
     def _pre_ops(self, plan: StepPlan) -> None:
         self.pool.copy_blocks(plan.copy)

@@ -278,7 +278,7 @@ def test_falls_back_with_one_warning_without_a_compiler(monkeypatch, tmp_path, c
     """Slower, not broken; and the log says why it is slower."""
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path))
     with caplog.at_level(logging.WARNING, "worker.attention"):
         backend = choose_backend("auto", CPU, torch.float32, deterministic=False)
     assert backend.name == "reference"

@@ -78,7 +78,7 @@ def test_refused_without_a_compiler(saved, monkeypatch, tmp_path):
     """The reference backend's bits depend on the batch, so it cannot stand in here."""
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path))
     loaded = load(saved(llama)[0])
     with pytest.raises(ValueError, match="no C compiler"):
         Runner(loaded, configure(deterministic=True), 8, GreedySample())

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker.planner import Request, plan_of
+from tests.worker.conftest import configure, load
+from tests.worker.planner import GreedySample, Request, plan_of
 from tests.worker.tiny_models import llama
 from worker.inputs import InvalidPlan
+from worker.runner import Runner
 
 
 def test_blocks_outside_of_the_plan_stay_byte_identical(served):
@@ -104,6 +106,23 @@ def test_sampling_parameters_reach_the_sampler(served):
     assert seen == [(torch.float32, (2, 211), parameters)]
     assert it.runner._last_token[[0, 100]].tolist() == [6, 5]
     assert (len(result.logprobs), len(result.ranks), result.top_start.tolist()) == (2, 2, [0, 0, 0])
+
+
+def test_ready_tells_what_the_pool_is(saved):
+    """The scheduler plans blocks by these numbers; the pool is sized from memory by default."""
+    path, _ = saved(llama)
+    settings = {"num_blocks": 10, "max_model_len": 50}
+    runner = Runner(load(path, **settings), configure(**settings), sample=GreedySample())
+    ready = runner.ready()
+    assert ready.num_chunks == runner.pool.num_chunks == 12
+    assert ready.num_chunks * ready.chunk_bytes == runner.pool.num_bytes
+    assert [(g.kind, list(g.layers), g.blocks_per_chunk) for g in ready.groups] == [
+        ("full_attention", [0, 1, 2], 1)
+    ]
+    assert (ready.model_type, ready.architecture) == ("llama", "LlamaForCausalLM")
+    assert (ready.vocab_size, ready.max_model_len, ready.page_size) == (211, 50, 4)
+    assert (ready.dtype, ready.device, ready.attention) == ("float32", "cpu", "cpu")
+    assert ready.model_path == str(path)
 
 
 def test_a_plan_of_copies_alone_runs_no_forward(served):

@@ -109,5 +109,9 @@ def _cpu_features() -> bytes:
 
 
 def _default_cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "chairlift" / "kernels"
+    """Beside the converted models (worker/embedded.py)."""
+    own = os.environ.get("CHAIRLIFT_CACHE_DIR")
+    if own:
+        return Path(own).expanduser() / "kernels"
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "chairlift" / "kernels"

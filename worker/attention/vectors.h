@@ -82,18 +82,42 @@ INLINE vec soft_cap(vec x, float cap) {
 
 /* ---- 16-bit formats --------------------------------------------------------------------- */
 
-INLINE float from_bfloat16(uint16_t bits) {
-  uint32_t wide = (uint32_t)bits << 16;
+INLINE float as_float(uint32_t bits) {
   float value;
-  memcpy(&value, &wide, 4);
+  memcpy(&value, &bits, 4);
   return value;
 }
 
-INLINE uint16_t to_bfloat16(float value) { /* to nearest, ties to even; NaN stays NaN */
+INLINE uint32_t as_bits(float value) {
   uint32_t bits;
   memcpy(&bits, &value, 4);
+  return bits;
+}
+
+INLINE float from_bfloat16(uint16_t half) { return as_float((uint32_t)half << 16); }
+
+INLINE uint16_t to_bfloat16(float value) { /* to nearest, ties to even; NaN stays NaN */
+  const uint32_t bits = as_bits(value);
   if (value != value) return 0x7fc0;
   return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+/* float16 in plain C, after Marat Dukhan's FP16 (MIT): compilers before gcc 12 lack _Float16 */
+INLINE float from_float16(uint16_t half) {
+  const uint32_t wide = (uint32_t)half << 16, twice = wide + wide;
+  const float normal = as_float((twice >> 4) + (0xe0u << 23)) * 0x1.0p-112f;
+  const float subnormal = as_float((twice >> 17) | (126u << 23)) - 0.5f;
+  return as_float((wide & 0x80000000u) | as_bits(twice < (1u << 27) ? subnormal : normal));
+}
+
+INLINE uint16_t to_float16(float value) { /* to nearest, ties to even */
+  const uint32_t bits = as_bits(value), twice = bits + bits, sign = bits & 0x80000000u;
+  if (twice > 0xff000000u) return (uint16_t)((sign >> 16) | 0x7e00); /* NaN */
+  uint32_t bias = twice & 0xff000000u;
+  if (bias < 0x71000000u) bias = 0x71000000u;
+  const float scaled = as_float(bits & 0x7fffffffu) * 0x1.0p+112f * 0x1.0p-110f;
+  const uint32_t rounded = as_bits(as_float((bias >> 1) + 0x07800000u) + scaled);
+  return (uint16_t)((sign >> 16) | (((rounded >> 13) & 0x7c00u) + (rounded & 0xfffu)));
 }
 
 static void widen(const void *from, float *to, int n, int dtype) {
@@ -109,11 +133,7 @@ static void widen(const void *from, float *to, int n, int dtype) {
     for (; i + LANES <= n; i += LANES)
       _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + i))));
 #endif
-    for (; i < n; i++) {
-      _Float16 half;
-      memcpy(&half, p + i, 2);
-      to[i] = (float)half;
-    }
+    for (; i < n; i++) to[i] = from_float16(p[i]);
   }
 }
 
@@ -123,9 +143,6 @@ static void narrow(const float *from, void *to, int n, int dtype) {
   } else if (dtype == BFLOAT16) {
     for (int i = 0; i < n; i++) ((uint16_t *)to)[i] = to_bfloat16(from[i]);
   } else {
-    for (int i = 0; i < n; i++) {
-      _Float16 half = (_Float16)from[i];
-      memcpy((uint16_t *)to + i, &half, 2);
-    }
+    for (int i = 0; i < n; i++) ((uint16_t *)to)[i] = to_float16(from[i]);
   }
 }
