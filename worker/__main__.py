@@ -88,20 +88,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def build(configure: link_pb2.Configure, progress: Progress) -> Runner:
-    """Loads the model, plans its memory, and allocates its KV pool."""
-    from worker.attention import choose_backend
+    """Loads the model and allocates its KV pool."""
     from worker.load import load_model
-    from worker.memory import plan_memory
     from worker.runner import Runner as ModelRunner
 
-    loaded = load_model(configure, progress)
-    progress("building the attention kernel", 0.95)
-    backend = choose_backend(
-        configure.attention, loaded.device, loaded.dtype, configure.deterministic
-    )
-    memory = plan_memory(loaded, configure, backend.name)
-    logger.info("memory:\n%s", memory)
-    return ModelRunner(loaded, configure, memory.num_chunks)
+    return ModelRunner(load_model(configure, progress), configure)
 
 
 def hello() -> link_pb2.Hello:
