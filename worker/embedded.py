@@ -178,7 +178,7 @@ def _convert(embedded: EmbeddedModel, folder: Path, progress: Progress) -> None:
     progress("converting the embedded model (once): done", 1.0)
 
 
-def _split_digits(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def _split_digits(tokenizer) -> None:
     """Restores SmolLM's pre-tokenizer: every digit stands alone, before GPT-2's rule.
 
     The GGUF names it (`tokenizer.ggml.pre = smollm`); transformers reads that as GPT-2's rule

@@ -80,32 +80,6 @@ class Runner:
         self._num_blocks = [self.pool.num_blocks(g) for g in range(len(loaded.geometry.groups))]
         self._last_token = torch.zeros(_FIRST_ROWS, dtype=torch.int64, device=loaded.device)
 
-    def ready(self) -> link_pb2.Ready:
-        """What the scheduler must know of the model and its memory."""
-        loaded, geometry = self._loaded, self._geometry
-        return link_pb2.Ready(
-            model_path=loaded.model_path,
-            model_type=loaded.model_type,
-            architecture=loaded.architecture,
-            vocab_size=loaded.vocab_size,
-            max_model_len=loaded.max_model_len,
-            dtype=str(loaded.dtype).removeprefix("torch."),
-            device=str(loaded.device),
-            groups=[
-                link_pb2.CacheGroup(
-                    kind=group.kind,
-                    layers=group.layers,
-                    sliding_window=group.sliding_window,
-                    blocks_per_chunk=group.blocks_per_chunk,
-                )
-                for group in geometry.groups
-            ],
-            page_size=geometry.page_size,
-            num_chunks=self.pool.num_chunks,
-            chunk_bytes=geometry.chunk_bytes,
-            attention=self.backend.name,
-        )
-
     def step(self, plan: StepPlan) -> StepResult:
         """Run `plan` and wait for its result.
 
