@@ -1,0 +1,61 @@
+"""Talks to a Chairlift server: `Chairlift` for ordinary code, `AsyncChairlift` for asyncio.
+
+Needs grpcio and protobuf only. The `chairlift` command lives here too (client/cli.py).
+"""
+
+from client.aio import AsyncChairlift, AsyncTokenStream
+from client.answers import (
+    Answer,
+    Completion,
+    Delta,
+    Started,
+    Timing,
+    TokenLogprobs,
+    Usage,
+)
+from client.errors import (
+    Cancelled,
+    ChairliftError,
+    DeadlineExceeded,
+    DuplicateRequest,
+    InvalidRequest,
+    NotFound,
+    NotImplementedYet,
+    Paused,
+    QueueFull,
+    ServerError,
+    Unauthenticated,
+    Unavailable,
+    Unreachable,
+)
+from client.requests import ChatMessage, SamplingOptions
+from client.stub import Chairlift, TokenStream
+
+__all__ = [
+    "Answer",
+    "AsyncChairlift",
+    "AsyncTokenStream",
+    "Cancelled",
+    "Chairlift",
+    "ChairliftError",
+    "ChatMessage",
+    "Completion",
+    "DeadlineExceeded",
+    "Delta",
+    "DuplicateRequest",
+    "InvalidRequest",
+    "NotFound",
+    "NotImplementedYet",
+    "Paused",
+    "QueueFull",
+    "SamplingOptions",
+    "ServerError",
+    "Started",
+    "Timing",
+    "TokenLogprobs",
+    "TokenStream",
+    "Unauthenticated",
+    "Unavailable",
+    "Unreachable",
+    "Usage",
+]

@@ -1,7 +1,7 @@
 """The answers under way: each live request's text and times, and the events that tell of them.
 
 Lives in the engine's thread. Sees to it that every accepted request ends in exactly one Finished
-or Failed, and that nothing is told of it after that.
+for each sibling, or in one Failed, and that nothing is told of it after that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from scheduler_svc.events import Delta, Event, Failed, Finished, TextStream
 
 @dataclass(slots=True)
 class Answer:
-    """One live request; times by the engine's clock, in seconds."""
+    """One live request or sibling; times by the engine's clock, in seconds."""
 
     request: Request
     text: TextStream | None
@@ -32,7 +32,7 @@ class Answers:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._live: dict[str, Answer] = {}
+        self._live: dict[str, dict[int, Answer]] = {}  # request_id → index → answer
         self._fresh: list[tuple[Request, int]] = []
         self._events: list[Event] = []
 
@@ -43,18 +43,21 @@ class Answers:
         return request_id in self._live
 
     def __iter__(self) -> Iterator[Answer]:
-        return iter(list(self._live.values()))
+        return iter([answer for family in self._live.values() for answer in family.values()])
 
-    def __getitem__(self, request_id: str) -> Answer:
-        return self._live[request_id]
+    def family(self, request_id: str) -> list[Answer]:
+        """Those of the request's siblings that live."""
+        return list(self._live.get(request_id, {}).values())
 
     def begin(self, request: Request, text: TextStream | None) -> None:
-        self._live[request.request_id] = Answer(request, text, self._clock())
+        family = self._live.setdefault(request.request_id, {})
+        family[request.index] = Answer(request, text, self._clock())
 
     def note_scheduled(self, request: Request) -> None:
-        answer = self._live[request.request_id]
-        if answer.scheduled is None:
-            answer.scheduled = self._clock()
+        """The request has a row; those of its siblings have theirs too."""
+        for answer in self.family(request.request_id):
+            if answer.scheduled is None:
+                answer.scheduled = self._clock()
 
     def add_tokens(self, tokens: list[tuple[Request, int]]) -> None:
         """Tokens that came back, in order; `make_text` turns them into deltas later."""
@@ -66,16 +69,16 @@ class Answers:
         `finish` is called for a request that a stop string ends while it is still running.
         """
         fresh, self._fresh = self._fresh, []
-        deltas: dict[str, tuple[list[int], list[str]]] = {}
+        deltas: dict[tuple[str, int], tuple[list[int], list[str]]] = {}
         ended: list[Answer] = []
         for request, token_id in fresh:
-            answer = self._live.get(request.request_id)
+            answer = self._live.get(request.request_id, {}).get(request.index)
             if answer is None or answer.request is not request:
                 continue  # ended since: aborted, or by a stop string one token earlier
             if answer.first_token is None:
                 answer.first_token = self._clock()
             answer.num_tokens += 1
-            token_ids, texts = deltas.setdefault(request.request_id, ([], []))
+            token_ids, texts = deltas.setdefault((request.request_id, request.index), ([], []))
             token_ids.append(token_id)
             has_ended = _is_last(answer)
             if answer.text is not None:
@@ -89,24 +92,25 @@ class Answers:
                 if has_ended:
                     texts.append(answer.text.finish())
             if has_ended:
-                del self._live[request.request_id]
+                self._remove(answer)
                 ended.append(answer)
-        for request_id, (token_ids, texts) in deltas.items():
-            self._events.append(Delta(request_id, token_ids, "".join(texts)))
+        for (request_id, index), (token_ids, texts) in deltas.items():
+            self._events.append(Delta(request_id, index, token_ids, "".join(texts)))
         self._events += [self._finished(answer) for answer in ended]
 
     def end(self, answer: Answer) -> None:
         """Tells of a request that ended between two of its tokens (an abort)."""
-        request_id = answer.request.request_id
-        del self._live[request_id]
+        self._remove(answer)
         held_back = answer.text.finish() if answer.text is not None else ""
         if held_back:
-            self._events.append(Delta(request_id, [], held_back))
+            request = answer.request
+            self._events.append(Delta(request.request_id, request.index, [], held_back))
         self._events.append(self._finished(answer))
 
-    def fail(self, answer: Answer, error: ChairliftError) -> None:
-        del self._live[answer.request.request_id]
-        self._events.append(Failed(answer.request.request_id, error))
+    def fail(self, request_id: str, error: ChairliftError) -> None:
+        """Ends a live request with all its siblings."""
+        del self._live[request_id]
+        self._events.append(Failed(request_id, error))
 
     def refuse(self, request_id: str, error: ChairliftError) -> None:
         """Tells of a request that was never accepted."""
@@ -115,6 +119,13 @@ class Answers:
     def take_events(self) -> list[Event]:
         events, self._events = self._events, []
         return events
+
+    def _remove(self, answer: Answer) -> None:
+        request = answer.request
+        family = self._live[request.request_id]
+        del family[request.index]
+        if not family:
+            del self._live[request.request_id]
 
     def _finished(self, answer: Answer) -> Finished:
         request, now = answer.request, self._clock()
@@ -125,12 +136,13 @@ class Answers:
         assert reason is not None
         return Finished(
             request_id=request.request_id,
+            index=request.index,
             reason=reason,
             stop_token_id=None if stop_string is not None else request.stop_token_id,
             stop_string=stop_string,
             prompt_tokens=request.num_prompt_tokens,
             completion_tokens=answer.num_tokens,
-            cached_tokens=0,
+            cached_tokens=request.num_cached_tokens,
             queued_seconds=scheduled - answer.submitted,
             prefill_seconds=first_token - scheduled,
             decode_seconds=now - first_token,

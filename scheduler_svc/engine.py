@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Final, TypeVar
 
 from protos import link_pb2
-from scheduler_svc.answers import Answer, Answers
+from scheduler_svc.answers import Answers
 from scheduler_svc.core.absorb import absorb
 from scheduler_svc.core.admission import why_never_fits
 from scheduler_svc.core.check import InvariantError, check
@@ -79,11 +79,10 @@ class Engine:
         self._link = link
         self._deliver = deliver
         self._on_status = on_status
-        self._policy = policy
         self._max_queue_size = max_queue_size
         self._heartbeat_timeout = heartbeat_timeout
         self._clock = clock
-        self._state = State(limits)
+        self._state = State(limits, policy=policy)
         self._answers = Answers(clock)
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -169,7 +168,10 @@ class Engine:
         except ChairliftError as error:
             self._answers.refuse(new.request_id, error)
             return
-        self._answers.begin(self._state.submit(new), submission.text)
+        family = self._state.submit(new)
+        texts = submission.texts or [None] * len(family)
+        for request, text in zip(family, texts, strict=True):
+            self._answers.begin(request, text)
         self._is_checked = False
 
     def _check_new(self, submission: Submission) -> None:
@@ -189,10 +191,10 @@ class Engine:
     def on_abort(self, request_ids: Sequence[str]) -> list[str]:
         aborted = [request_id for request_id in request_ids if request_id in self._answers]
         for request_id in dict.fromkeys(aborted):
-            answer = self._answers[request_id]
-            if answer.request.state is not RequestState.FINISHED:
-                self._state.finish(answer.request, FinishReason.ABORT)
-            self._answers.end(answer)
+            for answer in self._answers.family(request_id):
+                if answer.request.state is not RequestState.FINISHED:
+                    self._state.finish(answer.request, FinishReason.ABORT)
+                self._answers.end(answer)
         return aborted
 
     def on_worker(self, message: WorkerMessage) -> None:
@@ -204,8 +206,7 @@ class Engine:
                 absorbed = absorb(self._state, message.result)
                 self._answers.add_tokens(absorbed.tokens)
                 for request in absorbed.not_finite:
-                    answer = self._answers[request.request_id]
-                    self._fail(answer, "its hidden states are not finite numbers")
+                    self._fail(request.request_id, "its hidden states are not finite numbers")
         elif kind == "hello":
             hello = envelope.hello
             logger.info("worker on %s (pid %d, %s) connects", hello.host, hello.pid, hello.version)
@@ -226,10 +227,13 @@ class Engine:
             num_chunks=ready.num_chunks,
             chunk_bytes=ready.chunk_bytes,
             groups=tuple(
-                GroupGeometry(group.kind, len(group.layers), group.blocks_per_chunk)
+                GroupGeometry(
+                    group.kind, len(group.layers), group.blocks_per_chunk, group.sliding_window
+                )
                 for group in ready.groups
             ),
             max_model_len=ready.max_model_len,
+            num_swap_chunks=ready.num_swap_chunks,
         )
         self._make_text()
         self._state.lose_worker(geometry)
@@ -238,7 +242,8 @@ class Engine:
             max_tokens = request.max_total_tokens - request.num_prompt_tokens
             reason = why_never_fits(geometry, request.num_prompt_tokens, max_tokens)
             if reason is not None:
-                self._fail(answer, f"the worker's memory is too small for it: {reason}")
+                why = f"the worker's memory is too small for it: {reason}"
+                self._fail(request.request_id, why)
         model = ModelFacts(
             model_path=ready.model_path,
             model_type=ready.model_type,
@@ -265,7 +270,7 @@ class Engine:
             self._make_text()
             self._state.lose_worker()
             for answer in self._answers:
-                self._fail(answer, fault.error, Unavailable)
+                self._fail(answer.request.request_id, fault.error, Unavailable)
             self._set_status(worker="none", fatal_error=fault.error)
             return
         if not self.status.is_ready:
@@ -283,7 +288,8 @@ class Engine:
             if answer.request.request_id in suspects:
                 answer.num_faults += 1
                 if answer.num_faults >= MAX_FAULTS:
-                    self._fail(answer, f"the step that computes it fails: {fault.error}")
+                    why = f"the step that computes it fails: {fault.error}"
+                    self._fail(answer.request.request_id, why)
         resume = link_pb2.Resume(next_step_id=self._state.next_step_id)
         self._link.send(link_pb2.Envelope(resume=resume))
 
@@ -300,12 +306,12 @@ class Engine:
         if not self.status.is_ready:
             return
         while len(self._state.in_flight) < self._limits.max_plans_in_flight:
-            decision = decide(self._state, self._policy)
+            decision = decide(self._state)
             step = commit(self._state, decision)
             if step is not None:
                 self._is_checked = False
-                for request in decision.admissions:
-                    self._answers.note_scheduled(request)
+                for admission in decision.admissions:
+                    self._answers.note_scheduled(admission.request)
                 self._link.send(link_pb2.Envelope(), pack(self._state, step))
             elif decision.is_empty:
                 if self._state.requests and not self._state.in_flight:
@@ -315,15 +321,18 @@ class Engine:
     def _make_text(self) -> None:
         self._answers.make_text(lambda request: self._state.finish(request, FinishReason.STOP))
 
-    def _fail(self, answer: Answer, why: str, kind: type[ChairliftError] = RequestFailed) -> None:
-        request = answer.request
-        if request.state is not RequestState.FINISHED:
-            self._state.finish(request, FinishReason.ABORT)
-        self._answers.fail(answer, kind(f"request {request.request_id}: {why}"))
+    def _fail(self, request_id: str, why: str, kind: type[ChairliftError] = RequestFailed) -> None:
+        """Ends a request with all its siblings; does nothing if it has ended."""
+        family = self._answers.family(request_id)
+        for answer in family:
+            if answer.request.state is not RequestState.FINISHED:
+                self._state.finish(answer.request, FinishReason.ABORT)
+        if family:
+            self._answers.fail(request_id, kind(f"request {request_id}: {why}"))
 
     def _stop(self) -> None:
         for answer in self._answers:
-            self._fail(answer, "the server stops", Unavailable)
+            self._fail(answer.request.request_id, "the server stops", Unavailable)
         self._is_stopping = True
 
     def _set_status(self, **changes: object) -> None:

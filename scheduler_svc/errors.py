@@ -8,6 +8,7 @@
     ├── QueueFull          RESOURCE_EXHAUSTED   with RetryInfo
     ├── Paused             FAILED_PRECONDITION
     ├── Unavailable        UNAVAILABLE          draining, or no worker and none expected
+    ├── DeadlineExceeded   DEADLINE_EXCEEDED    it took longer than request_timeout
     └── RequestFailed      INTERNAL             this request made the worker fail, by name
 
 A client that goes away is no error but an abort, and a lost worker is not an error of its
@@ -57,6 +58,11 @@ class Paused(ChairliftError):
 
 class Unavailable(ChairliftError):
     pass
+
+
+class DeadlineExceeded(ChairliftError):
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"not finished within {seconds:g} s, the server's request_timeout")
 
 
 class RequestFailed(ChairliftError):

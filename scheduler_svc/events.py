@@ -1,10 +1,11 @@
 """What the engine tells the API about requests, and what it tells about itself.
 
-Every accepted request ends in exactly one Finished or Failed.
+Every accepted request ends in exactly one Finished per sibling, or in one Failed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,21 +33,25 @@ class Submission:
     """A request handed to the engine."""
 
     new: NewRequest
-    text: TextStream | None = None  # None: nobody reads text
+    texts: Sequence[TextStream] = ()  # one per sibling; none: nobody reads text
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Tokens that came back for a request, and the text they add."""
+    """Tokens that came back for a request's sibling, and the text they add."""
 
     request_id: str
+    index: int
     token_ids: list[int]
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
+    """A sibling has ended; the request has when all of them have."""
+
     request_id: str
+    index: int
     reason: FinishReason
     stop_token_id: int | None  # at most one of these two is set, and only for reason stop
     stop_string: str | None
@@ -61,6 +66,8 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
+    """The request has ended, with all its siblings."""
+
     request_id: str
     error: ChairliftError
 

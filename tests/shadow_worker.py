@@ -50,13 +50,21 @@ class ShadowWorker:
         self.page_size = geometry.page_size
         garbage = np.random.default_rng(0)
         self.kv = [
-            garbage.integers(1, 2**63, geometry.num_chunks * group.blocks_per_chunk
-                             * geometry.page_size, dtype=np.uint64)
+            garbage.integers(
+                1,
+                2**63,
+                geometry.num_chunks * group.blocks_per_chunk * geometry.page_size,
+                dtype=np.uint64,
+            )
             for group in geometry.groups
         ]
         self.swap = [
-            garbage.integers(1, 2**63, (geometry.num_swap_chunks * group.blocks_per_chunk,
-                             geometry.page_size), dtype=np.uint64)
+            garbage.integers(
+                1,
+                2**63,
+                (geometry.num_swap_chunks * group.blocks_per_chunk, geometry.page_size),
+                dtype=np.uint64,
+            )
             for group in geometry.groups
         ]
         self.windows = [group.sliding_window for group in geometry.groups]
@@ -70,7 +78,9 @@ class ShadowWorker:
         plan = decode_plan(plan.step_id, plan.awaits_mask, *encode_plan(plan))
         result = self._step(plan)
         return decode_result(
-            result.step_id, result.device_microseconds, result.queue_microseconds,
+            result.step_id,
+            result.device_microseconds,
+            result.queue_microseconds,
             *encode_result(result),
         )
 
@@ -161,18 +171,21 @@ class ShadowWorker:
             active = np.flatnonzero(counts > turn)
             position = first[active] + turn
             assert (position - 1 >= first_position[active] - (position == 0)).all()
-            before = kv[slots[base[active] + np.where(position == 0, first_position[active],
-                                                      position - 1)]]
+            before = kv[
+                slots[base[active] + np.where(position == 0, first_position[active], position - 1)]
+            ]
             before = np.where(position == 0, _START, before)
             token = tokens[plan.query_start_loc[active] + turn].astype(np.uint64)
             kv[slots[base[active] + position]] = _mix(before, token)
-        read_from = np.maximum(plan.seq_lens - window, 0) if window else np.zeros(
-            len(counts), np.int32)
+        read_from = (
+            np.maximum(plan.seq_lens - window, 0) if window else np.zeros(len(counts), np.int32)
+        )
         assert (first_position <= np.maximum(first - window + 1, 0)).all() or not window
         lengths = (plan.seq_lens - read_from).astype(np.int64)
         row = np.repeat(np.arange(len(lengths)), lengths)
         position = np.arange(len(row)) - np.repeat(
-            np.cumsum(lengths) - lengths - read_from, lengths)
+            np.cumsum(lengths) - lengths - read_from, lengths
+        )
         with np.errstate(over="ignore"):
             terms = kv[slots[base[row] + position]] * (2 * position + 1).astype(np.uint64)
             return np.add.reduceat(terms, np.cumsum(lengths) - lengths)

@@ -55,8 +55,15 @@ def soft_reset_in_flight(sim: Simulation) -> None:
     sim.state.soft_reset(sim.state.requests[VICTIM])
 
 
-STATES = [pending, prefilling_mid_chunk, decoding, in_flight, two_in_flight, soft_reset,
-          soft_reset_in_flight]
+STATES = [
+    pending,
+    prefilling_mid_chunk,
+    decoding,
+    in_flight,
+    two_in_flight,
+    soft_reset,
+    soft_reset_in_flight,
+]
 
 
 @pytest.mark.parametrize("reach", STATES, ids=lambda reach: reach.__name__)

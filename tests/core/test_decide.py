@@ -15,8 +15,12 @@ from tests.sim.workload import Setup, Simulation, random_requests
 
 def simulation(**changes: object) -> Simulation:
     defaults: dict[str, object] = {
-        "num_blocks": 6, "page_size": 4, "max_batch_tokens": 8, "max_requests": 4,
-        "max_model_len": 24, "safety_margin": 0.0,
+        "num_blocks": 6,
+        "page_size": 4,
+        "max_batch_tokens": 8,
+        "max_requests": 4,
+        "max_model_len": 24,
+        "safety_margin": 0.0,
     }
     sim = Simulation(Setup(**{**defaults, **changes}))  # type: ignore[arg-type]
     sim.state.pool.free.sort(reverse=True)  # block 2 is taken first
@@ -29,8 +33,9 @@ def add(sim: Simulation, request_id: str, prompt: int, max_tokens: int = 4) -> N
 
 def summary(sim: Simulation, decision: Decision) -> dict[str, int]:
     """request id → tokens, in batch order."""
-    rows = dict(zip(sim.state.rows.next_free(len(decision.admissions)),
-                    decision.admissions, strict=True))
+    rows = dict(
+        zip(sim.state.rows.next_free(len(decision.admissions)), decision.admissions, strict=True)
+    )
     rows |= sim.state.rows.running
     return {
         rows[row].request_id: count
@@ -171,6 +176,7 @@ def test_decide_changes_nothing() -> None:
 
 def test_all_rows_at_once_and_one_by_one_decide_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """The array path for decodes forgets a rule that the plain path has."""
+
     def one_by_one(state, batch) -> None:  # type: ignore[no-untyped-def]
         rows = decide_module.candidates(state)
         for row in rows[state.rows.is_decoding[rows]].tolist():

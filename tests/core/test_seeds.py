@@ -13,8 +13,9 @@ def test_they_are_a_function_of_their_three_inputs_alone() -> None:
     siblings = np.array([0, 1, 2], np.uint64)
     positions = np.array([5, 6, 7])
     together = uniforms(seeds, siblings, positions)
-    alone = [uniforms(seeds[i : i + 1], siblings[i : i + 1], positions[i : i + 1])[0]
-             for i in (2, 0, 1)]
+    alone = [
+        uniforms(seeds[i : i + 1], siblings[i : i + 1], positions[i : i + 1])[0] for i in (2, 0, 1)
+    ]
     assert together[[2, 0, 1]].tolist() == alone
 
 

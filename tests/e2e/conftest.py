@@ -50,6 +50,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The tiny model, deterministic, in steps that mix chunks of prompts with decodes."""
     log = tmp_path_factory.mktemp("log") / "serve.log"
-    with Server(log, model=tiny_model, deterministic=True, num_blocks=600, max_batch_tokens=96,
-                max_requests_per_batch=24) as server:
+    with Server(
+        log,
+        model=tiny_model,
+        deterministic=True,
+        num_blocks=600,
+        max_batch_tokens=96,
+        max_requests_per_batch=24,
+    ) as server:
         yield server

@@ -29,11 +29,22 @@ class Server:
         self.address = f"localhost:{self.port}"
         self.log = log
         self._wait_seconds = wait_seconds
-        self._line = [sys.executable, "-P", "-m", "client", "serve",
-                      "--host", "127.0.0.1", "--port", str(self.port)]
+        self._line = [
+            sys.executable,
+            "-P",
+            "-m",
+            "client",
+            "serve",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+        ]
         for name, value in options.items():
-            self._line += [f"--{name.replace('_', '-')}", str(value).lower()
-                           if isinstance(value, bool) else str(value)]
+            self._line += [
+                f"--{name.replace('_', '-')}",
+                str(value).lower() if isinstance(value, bool) else str(value),
+            ]
 
     def __enter__(self) -> Server:
         with self.log.open("wb") as log:
@@ -46,8 +57,12 @@ class Server:
             raise AssertionError(f"not ready: {error}\n{self.log.read_text()}") from error
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         code = self.stop()
         if kind is None:
             assert code == 0, f"serve exited with {code}:\n{self.log.read_text()}"

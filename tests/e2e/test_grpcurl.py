@@ -23,8 +23,13 @@ def find_grpcurl() -> str:
 
 
 def grpcurl(*arguments: str, code: int = 0) -> str:
-    done = subprocess.run([find_grpcurl(), "-plaintext", *arguments], capture_output=True,
-                          text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [find_grpcurl(), "-plaintext", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -53,10 +58,13 @@ def test_list_shows_the_services(tiny_server: Server) -> None:
 
 def test_generate_streams_tokens_and_ends_in_a_complete(tiny_server: Server) -> None:
     """The first thing that anybody tries."""
-    request = {"text": "Once upon a time",
-               "sampling": {"max_tokens": 16, "temperature": 0, "ignore_eos": True}}
-    answers = messages(grpcurl("-d", json.dumps(request), tiny_server.address,
-                               "chairlift.v1.Inference/Generate"))
+    request = {
+        "text": "Once upon a time",
+        "sampling": {"max_tokens": 16, "temperature": 0, "ignore_eos": True},
+    }
+    answers = messages(
+        grpcurl("-d", json.dumps(request), tiny_server.address, "chairlift.v1.Inference/Generate")
+    )
     assert "started" in answers[0]
     chunks = [answer["chunk"] for answer in answers if "chunk" in answer]
     assert sum(len(chunk["token_ids"]) for chunk in chunks) == 16
@@ -75,19 +83,28 @@ def test_generate_streams_tokens_and_ends_in_a_complete(tiny_server: Server) -> 
 )
 def test_a_bad_value_is_named(tiny_server: Server, sampling: dict[str, Any], named: str) -> None:
     """'invalid request' sends the user to the source code."""
-    output = grpcurl("-d", json.dumps({"text": "x", "sampling": sampling}), tiny_server.address,
-                     "chairlift.v1.Inference/Generate", code=64 + 3)
+    output = grpcurl(
+        "-d",
+        json.dumps({"text": "x", "sampling": sampling}),
+        tiny_server.address,
+        "chairlift.v1.Inference/Generate",
+        code=64 + 3,
+    )
     assert "InvalidArgument" in output
     assert named in output
 
 
 def test_health_and_admin(tiny_server: Server) -> None:
     """What an operator asks at 3 a.m."""
-    health = grpcurl("-d", '{"service": "chairlift.v1.Inference"}', tiny_server.address,
-                     "grpc.health.v1.Health/Check")
+    health = grpcurl(
+        "-d",
+        '{"service": "chairlift.v1.Inference"}',
+        tiny_server.address,
+        "grpc.health.v1.Health/Check",
+    )
     assert json.loads(health) == {"status": "SERVING"}
     cache = json.loads(grpcurl(tiny_server.address, "chairlift.v1.Admin/GetCache"))
     assert cache["chunks_free"] == cache["chunks_total"] == 600
-    assert grpcurl(tiny_server.address, "chairlift.v1.Admin/ListRequests").strip() == "{}"
+    assert grpcurl(tiny_server.address, "chairlift.v1.Admin/ListRequests").split() == ["{", "}"]
     output = grpcurl(tiny_server.address, "chairlift.v1.Admin/FlushCache", code=64 + 12)
     assert "Unimplemented" in output

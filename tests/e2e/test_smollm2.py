@@ -36,22 +36,27 @@ def test_64_mixed_requests_at_once_give_the_golden_tokens(server: Server) -> Non
 
     async def run() -> list[list[int]]:
         async with AsyncChairlift(server.address) as chairlift:
-            answers = await asyncio.gather(*[
-                chairlift.complete(row["prompt"], temperature=0, max_tokens=row["max_new"],
-                                   ignore_eos=True)
-                for row in workload
-            ])
+            answers = await asyncio.gather(
+                *[
+                    chairlift.complete(
+                        row["prompt"], temperature=0, max_tokens=row["max_new"], ignore_eos=True
+                    )
+                    for row in workload
+                ]
+            )
         return [list(answer.token_ids) for answer in answers]
 
     together = asyncio.run(run())
-    wrong = [row["id"] for row, got in zip(workload, together, strict=True)
-             if got != golden[row["id"]]]
+    wrong = [
+        row["id"] for row, got in zip(workload, together, strict=True) if got != golden[row["id"]]
+    ]
     assert wrong == []
     with Chairlift(server.address) as chairlift:
         shortest = sorted(workload, key=lambda row: row["max_new"])[:3]
         for row in shortest:
-            alone = chairlift.complete(row["prompt"], temperature=0, max_tokens=row["max_new"],
-                                       ignore_eos=True)
+            alone = chairlift.complete(
+                row["prompt"], temperature=0, max_tokens=row["max_new"], ignore_eos=True
+            )
             assert list(alone.token_ids) == golden[row["id"]]
 
 
@@ -68,7 +73,24 @@ def test_chat_speaks_english_and_ends_by_itself(server: Server) -> None:
 def test_the_command_generates(server: Server) -> None:
     """`chairlift generate` is the first thing after the demo."""
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "client", "generate", "--address", server.address,
-         "--temperature", "0", "--max-tokens", "12", "-"],
-        input="Once upon a time", capture_output=True, text=True, timeout=60, check=True)
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "client",
+            "generate",
+            "--address",
+            server.address,
+            "--temperature",
+            "0",
+            "--max-tokens",
+            "12",
+            "-",
+        ],
+        input="Once upon a time",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert len(done.stdout.split()) > 4

@@ -31,10 +31,12 @@ def mixed_requests(count: int) -> list[tuple[list[int], int]]:
 
 async def all_at_once(address: str, requests: list[tuple[list[int], int]]) -> list[list[int]]:
     async with AsyncChairlift(address) as chairlift:
-        answers = await asyncio.gather(*[
-            chairlift.complete(prompt, temperature=0, max_tokens=count, ignore_eos=True)
-            for prompt, count in requests
-        ])
+        answers = await asyncio.gather(
+            *[
+                chairlift.complete(prompt, temperature=0, max_tokens=count, ignore_eos=True)
+                for prompt, count in requests
+            ]
+        )
     return [list(answer.token_ids) for answer in answers]
 
 
@@ -43,12 +45,16 @@ def test_64_at_once_equal_alone_and_generate(tiny_server: Server, tiny_model: Pa
     requests = mixed_requests(64)
     together = asyncio.run(all_at_once(tiny_server.address, requests))
     model = LlamaForCausalLM.from_pretrained(tiny_model)
+    model.generation_config.eos_token_id = None  # as ignore_eos
     for (prompt, count), got in zip(requests, together, strict=True):
         output = model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            do_sample=False, max_new_tokens=count, min_new_tokens=count, pad_token_id=0,
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=count,
+            pad_token_id=0,
         )
-        assert got == output[0, len(prompt):].tolist()
+        assert got == output[0, len(prompt) :].tolist()
     with Chairlift(tiny_server.address) as chairlift:
         for (prompt, count), got in list(zip(requests, together, strict=True))[::4]:
             alone = chairlift.complete(prompt, temperature=0, max_tokens=count, ignore_eos=True)
@@ -57,13 +63,23 @@ def test_64_at_once_equal_alone_and_generate(tiny_server: Server, tiny_model: Pa
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_company(tiny_server: Server) -> None:
     """Sampling depends on who else is in the batch."""
+
     async def run(company: int) -> tuple[int, ...]:
         async with AsyncChairlift(tiny_server.address) as chairlift:
             answers = await asyncio.gather(
-                chairlift.complete([1, 2, 3], temperature=0.9, top_p=0.95, top_k=50, seed=7,
-                                   max_tokens=24, ignore_eos=True),
-                *[chairlift.complete([i, 5], temperature=1.2, max_tokens=30, ignore_eos=True)
-                  for i in range(company)],
+                chairlift.complete(
+                    [1, 2, 3],
+                    temperature=0.9,
+                    top_p=0.95,
+                    top_k=50,
+                    seed=7,
+                    max_tokens=24,
+                    ignore_eos=True,
+                ),
+                *[
+                    chairlift.complete([i, 5], temperature=1.2, max_tokens=30, ignore_eos=True)
+                    for i in range(company)
+                ],
             )
         return tuple(answers[0].token_ids)
 
@@ -87,13 +103,15 @@ def test_text_chat_and_stop_strings(tiny_server: Server) -> None:
         assert whole.finish_reason == "length"
 
         stop = text[3:5]
-        stopped = chairlift.complete(prompt, temperature=0, max_tokens=30, ignore_eos=True,
-                                     stop=[stop])
+        stopped = chairlift.complete(
+            prompt, temperature=0, max_tokens=30, ignore_eos=True, stop=[stop]
+        )
         assert stopped.text == text[: text.index(stop)]
         assert stopped.finish_reason == "stop"
         chat = [{"role": "user", "content": "hi"}]
         assert chairlift.complete(chat, max_tokens=3, ignore_eos=True).usage.prompt_tokens == (
-            len(chairlift.tokenize("<s>user: hi\n<s>assistant:", add_special_tokens=False)))
+            len(chairlift.tokenize("<s>user: hi\n<s>assistant:", add_special_tokens=False))
+        )
 
 
 CLIENT = """
@@ -111,8 +129,9 @@ def test_a_killed_client_frees_its_blocks_within_two_steps(tiny_server: Server) 
         survivor = chairlift.generate([9], request_id="survivor", max_tokens=500, ignore_eos=True)
         reader = threading.Thread(target=lambda: list(survivor))
         reader.start()
-        victim = subprocess.Popen([sys.executable, "-c", CLIENT, tiny_server.address],
-                                  stdout=subprocess.PIPE, text=True)
+        victim = subprocess.Popen(
+            [sys.executable, "-c", CLIENT, tiny_server.address], stdout=subprocess.PIPE, text=True
+        )
         assert victim.stdout is not None
         for _ in range(5):
             assert victim.stdout.readline()
@@ -173,8 +192,10 @@ def test_a_worker_killed_mid_stream_is_only_a_pause(tiny_server: Server) -> None
 
 def test_what_never_fits_is_refused_with_both_numbers(tiny_server: Server) -> None:
     """It would wait for ever."""
-    with (Chairlift(tiny_server.address) as chairlift,
-          pytest.raises(InvalidRequest, match=r"400.*200.*600.*512")):
+    with (
+        Chairlift(tiny_server.address) as chairlift,
+        pytest.raises(InvalidRequest, match=r"max_tokens is 200.*at most 112.*400 tokens.*512"),
+    ):
         chairlift.complete([1] * 400, max_tokens=200)
 
 

@@ -62,8 +62,9 @@ class Bench:
             heartbeat_timeout=5.0,
             clock=lambda: self.now,
         )
-        self.link.start(lambda message: self.engine._inbox.put(
-            lambda: self.engine.on_worker(message)))
+        self.link.start(
+            lambda message: self.engine._inbox.put(lambda: self.engine.on_worker(message))
+        )
 
     def connect(self) -> None:
         self.link.hello()
@@ -73,8 +74,14 @@ class Bench:
     def turn(self) -> None:
         self.engine.turn(0)
 
-    def submit(self, request_id: str, prompt: list[int], max_tokens: int = 4,
-               text: Letters | None = None, stop_token_ids: frozenset[int] = frozenset()) -> None:
+    def submit(
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int = 4,
+        text: Letters | None = None,
+        stop_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
         sampling = Sampling(temperature=0, stop_token_ids=stop_token_ids)
         self.engine.submit(
             Submission(NewRequest(request_id, prompt, max_tokens, sampling), text or Letters())
@@ -89,16 +96,20 @@ class Bench:
         raise AssertionError(f"still live: {[a.request.request_id for a in self.engine._answers]}")
 
     def tokens(self, request_id: str) -> list[int]:
-        return [t for e in self.events if isinstance(e, Delta) and e.request_id == request_id
-                for t in e.token_ids]
+        return [
+            t
+            for e in self.events
+            if isinstance(e, Delta) and e.request_id == request_id
+            for t in e.token_ids
+        ]
 
     def text(self, request_id: str) -> str:
-        return "".join(e.text for e in self.events
-                       if isinstance(e, Delta) and e.request_id == request_id)
+        return "".join(
+            e.text for e in self.events if isinstance(e, Delta) and e.request_id == request_id
+        )
 
     def end(self, request_id: str) -> Finished | Failed:
-        ends = [e for e in self.events
-                if not isinstance(e, Delta) and e.request_id == request_id]
+        ends = [e for e in self.events if not isinstance(e, Delta) and e.request_id == request_id]
         assert len(ends) == 1, f"{request_id} ended {len(ends)} times"
         assert self.events.index(ends[0]) == max(
             i for i, e in enumerate(self.events) if e.request_id == request_id
@@ -130,7 +141,10 @@ def test_requests_are_served_and_timed(depth: int) -> None:
         end = bench.end(request_id)
         assert isinstance(end, Finished)
         assert (end.reason, end.prompt_tokens, end.completion_tokens) == (
-            FinishReason.LENGTH, len(prompt), 4)
+            FinishReason.LENGTH,
+            len(prompt),
+            4,
+        )
 
 
 def test_requests_wait_for_a_worker_that_is_not_there_yet() -> None:
@@ -293,7 +307,9 @@ def test_refusals() -> None:
     bench.submit("queued", [1])
     bench.turn()
     assert [type(e.error) for e in bench.events if isinstance(e, Failed)] == [
-        DuplicateRequest, QueueFull]
+        DuplicateRequest,
+        QueueFull,
+    ]
     bench.events.clear()
     bench.serve()
     bench.submit("long", [1] * 20, 20)

@@ -13,9 +13,9 @@ import zmq.auth
 
 from protos import link_pb2
 from protos.plan import StepResult, decode_plan, encode_result
-from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.commit import commit
 from scheduler_svc.core.decide import decide
+from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.pack import pack
 from scheduler_svc.core.request import NewRequest
 from scheduler_svc.core.state import State
@@ -40,8 +40,7 @@ class Dealer:
         return self
 
     def say(self, *, to: int = BOOT_ID, buffer: bytes | None = None, **message: object) -> None:
-        envelope = link_pb2.Envelope(
-            scheduler_boot_id=to, worker_boot_id=self.boot_id, **message)  # type: ignore[arg-type]
+        envelope = link_pb2.Envelope(scheduler_boot_id=to, worker_boot_id=self.boot_id, **message)  # type: ignore[arg-type]
         frames = [envelope.SerializeToString()]
         self.socket.send_multipart(frames if buffer is None else [*frames, buffer])
 
@@ -63,12 +62,12 @@ class Dealer:
         self.context.destroy(linger=0)
 
 
-@pytest.fixture()
+@pytest.fixture
 def heard() -> queue.SimpleQueue[WorkerMessage]:
     return queue.SimpleQueue()
 
 
-@pytest.fixture()
+@pytest.fixture
 def link(tmp_path: Path, heard: queue.SimpleQueue[WorkerMessage]) -> Iterator[WorkerLink]:
     link = WorkerLink(f"ipc://{tmp_path}/link", BOOT_ID)
     link.start(heard.put)
@@ -103,11 +102,24 @@ def test_a_plan_and_its_result_cross_unchanged(
 
     none = np.zeros(0, np.int32)
     result = StepResult(
-        0, 12, 3, np.array([41], np.int32), np.ones(1, np.int32), np.zeros(1, np.float32),
-        np.zeros(1, np.int32), np.zeros(2, np.int32), none, np.zeros(0, np.float32))
+        0,
+        12,
+        3,
+        np.array([41], np.int32),
+        np.ones(1, np.int32),
+        np.zeros(1, np.float32),
+        np.zeros(1, np.int32),
+        np.zeros(2, np.int32),
+        none,
+        np.zeros(0, np.float32),
+    )
     counts, payload = encode_result(result)
-    dealer.say(step_result=link_pb2.StepResult(
-        step_id=0, counts=counts, device_microseconds=12, queue_microseconds=3), buffer=payload)
+    dealer.say(
+        step_result=link_pb2.StepResult(
+            step_id=0, counts=counts, device_microseconds=12, queue_microseconds=3
+        ),
+        buffer=payload,
+    )
     message = heard.get(timeout=10)
     assert message.result is not None
     assert message.result.token_ids.tolist() == [41]
@@ -174,7 +186,7 @@ def test_the_socket_file_is_private(link: WorkerLink) -> None:
 def test_an_address_that_cannot_be_bound_is_named(tmp_path: Path) -> None:
     """The process hangs without a worker and nobody knows why."""
     link = WorkerLink(f"ipc://{tmp_path}/missing/link", BOOT_ID)
-    with pytest.raises(OSError, match="worker_address ipc://.*/missing/link cannot be bound"):
+    with pytest.raises(OSError, match=r"worker_address ipc://.*/missing/link cannot be bound"):
         link.start(lambda message: None)
     link.stop()
 
@@ -194,8 +206,9 @@ def test_curve_lets_in_only_known_workers(tmp_path: Path) -> None:
     dealers = []
     for boot_id, secret in ((8, stranger_secret), (5, worker_secret)):
         dealer = Dealer(link.address, boot_id)
-        dealer.socket.curve_publickey, dealer.socket.curve_secretkey = (
-            zmq.auth.load_certificate(secret))
+        dealer.socket.curve_publickey, dealer.socket.curve_secretkey = zmq.auth.load_certificate(
+            secret
+        )
         dealer.socket.curve_serverkey = zmq.auth.load_certificate(server_public)[0]
         dealers.append(dealer.connect())
         dealer.hello()

@@ -55,8 +55,12 @@ def test_every_request_gets_its_own_tokens(name: str, depth: int) -> None:
     outcomes: list[Outcome] = []
     for seed in range(3):
         requests = random_requests(
-            np.random.default_rng(seed), 50, vocab_size=setup.vocab_size, prefixes=3,
-            fork_share=0.2, priorities=3,
+            np.random.default_rng(seed),
+            50,
+            vocab_size=setup.vocab_size,
+            prefixes=3,
+            fork_share=0.2,
+            priorities=3,
         )
         outcomes.append(run_workload(setup, requests, seed=seed, abort_share=0.2))
     for counter in MUST_SHOW.get(name, ()):

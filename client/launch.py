@@ -1,0 +1,65 @@
+"""Starts the other packages as programs of their own: `python -P -m scheduler_svc`, `… worker`.
+
+The client never imports them; it only looks whether what they need is installed, to say so before
+they fail with an ImportError.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Final, NoReturn
+
+
+class LaunchError(Exception):
+    """A program that cannot be started here; `str()` says how to change that."""
+
+
+_MODULES: Final = {"scheduler": "scheduler_svc", "worker": "worker"}
+_NEEDS: Final = {
+    "scheduler": ("grpc_health", "grpc_reflection", "jinja2", "numpy", "transformers", "zmq"),
+    "worker": ("numpy", "psutil", "torch", "transformers", "zmq"),
+}
+
+
+def command(part: str, arguments: Sequence[str]) -> list[str]:
+    """The command line of a part. -P: a folder `worker/` in the current one must not be taken."""
+    missing = [name for name in _NEEDS[part] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise LaunchError(
+            f"the {part} needs {', '.join(missing)}, which is not installed here: "
+            f"pip install 'chairlift[{part}]'"
+        )
+    return [sys.executable, "-P", "-m", _MODULES[part], *arguments]
+
+
+def start(line: Sequence[str]) -> subprocess.Popen[bytes]:
+    """A child that a Ctrl-C in the terminal does not reach: its parent decides what that means.
+
+    On Linux the kernel sends it SIGTERM should the parent be killed.
+    """
+    return subprocess.Popen(
+        line,
+        stdin=subprocess.DEVNULL,
+        process_group=0,
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+    )
+
+
+def _end_with_parent() -> None:
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+    _LIBC.prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+_LIBC: Final = ctypes.CDLL(None)  # loaded here, not between fork and exec
+
+
+def become(part: str, arguments: Sequence[str]) -> NoReturn:
+    """Replaces this process, so that signals and systemd's notifications need no detour."""
+    line = command(part, arguments)
+    os.execv(line[0], line)

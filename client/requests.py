@@ -1,0 +1,174 @@
+"""Turns Python arguments into the messages that both stubs send.
+
+A keyword that is not given stays unset in the message, so that the server's default (the model's
+generation_config) applies. Which values are allowed is the server's to say; here only the type
+counts, because a message cannot hold another one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypedDict
+
+from protos import inference_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn; `role` as the model's chat template names it: system, user, assistant, tool."""
+
+    role: str
+    content: str
+
+
+Chat = Sequence[ChatMessage | Mapping[str, str]]
+Prompt = str | Sequence[int] | Chat
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The keyword arguments of `generate`; protos/inference.proto gives ranges and neutral values.
+
+    At most one of the last five constrains the output. `json_schema` is a schema as text or as a
+    dict, `choice` a list of strings of which the answer is one. None means not given.
+    """
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    max_tokens: int | None
+    min_tokens: int | None
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    include_stop_str_in_output: bool | None
+    logit_bias: Mapping[int, float] | None
+    bad_words: Sequence[str] | None
+    seed: int | None
+    n: int | None
+    beam_width: int | None
+    length_penalty: float | None
+    early_stopping: bool | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    skip_special_tokens: bool | None
+    json_schema: str | Mapping[str, Any] | None
+    regex: str | None
+    grammar: str | None
+    json_object: bool | None
+    choice: Sequence[str] | None
+
+
+_CONSTRAINTS: Final = ("json_schema", "regex", "grammar", "json_object", "choice")
+
+
+def generate_request(
+    prompt: Prompt,
+    options: SamplingOptions,
+    *,
+    request_id: str = "",
+    priority: int | None = None,
+    cache_salt: str = "",
+    stream: bool = True,
+) -> inference_pb2.GenerateRequest:
+    """The message of one `generate` call; TypeError or ValueError where it cannot be built."""
+    request = inference_pb2.GenerateRequest(
+        request_id=request_id,
+        priority=priority,
+        cache_salt=cache_salt,
+        sampling=sampling_params(options),
+    )
+    if not stream:
+        request.stream = False
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif _is_chat(prompt):
+        request.chat.CopyFrom(chat_messages(prompt))  # type: ignore[arg-type]
+    else:
+        request.tokens.SetInParent()  # no tokens are a prompt too: the server refuses it by name
+        _assign("prompt", request.tokens.ids.extend, prompt)
+    return request
+
+
+def tokenize_request(
+    prompt: str | Chat, add_special_tokens: bool | None
+) -> inference_pb2.TokenizeRequest:
+    """The message of one `tokenize` call."""
+    request = inference_pb2.TokenizeRequest(add_special_tokens=add_special_tokens)
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.chat.CopyFrom(chat_messages(prompt))
+    return request
+
+
+def sampling_params(options: SamplingOptions) -> inference_pb2.SamplingParams:
+    """Only what is given and not None is set."""
+    given = {name: value for name, value in options.items() if value is not None}
+    unknown = sorted(given.keys() - SamplingOptions.__annotations__.keys())
+    if unknown:
+        raise TypeError(
+            f"unknown sampling option {unknown[0]!r}; known: "
+            f"{', '.join(SamplingOptions.__annotations__)}"
+        )
+    constraints = [name for name in _CONSTRAINTS if name in given]
+    if len(constraints) > 1:
+        raise ValueError(f"{' and '.join(constraints)} are both given; allowed: at most one")
+    params = inference_pb2.SamplingParams()
+    for name, value in given.items():
+        _set(params, name, value)
+    return params
+
+
+def chat_messages(chat: Chat) -> inference_pb2.ChatMessages:
+    """Messages given as ChatMessage or as mappings with exactly `role` and `content`."""
+    messages = inference_pb2.ChatMessages()
+    for index, message in enumerate(chat):
+        if isinstance(message, ChatMessage):
+            role, content = message.role, message.content
+        elif isinstance(message, Mapping) and message.keys() == {"role", "content"}:
+            role, content = message["role"], message["content"]
+        else:
+            raise TypeError(
+                f"chat message {index} is {message!r}; wanted a ChatMessage or a mapping with "
+                "the keys role and content"
+            )
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise TypeError(f"chat message {index} is {message!r}; role and content are strings")
+        messages.messages.add(role=role, content=content)
+    return messages
+
+
+def _is_chat(prompt: Sequence[Any]) -> bool:
+    return len(prompt) > 0 and isinstance(prompt[0], ChatMessage | Mapping)
+
+
+def _set(params: inference_pb2.SamplingParams, name: str, value: Any) -> None:
+    if name == "json_schema" and isinstance(value, Mapping):
+        params.json_schema = json.dumps(value)
+    elif name == "choice":
+        params.choice.SetInParent()
+        _assign(name, params.choice.options.extend, value)
+    elif name == "stop":
+        _assign(name, params.stop.extend, [value] if isinstance(value, str) else value)
+    elif name in ("stop_token_ids", "bad_words"):
+        if isinstance(value, str):
+            raise TypeError(f"{name} is {value!r}; wanted a list")
+        _assign(name, getattr(params, name).extend, value)
+    elif name == "logit_bias":
+        _assign(name, params.logit_bias.update, value)
+    else:
+        _assign(name, lambda given: setattr(params, name, given), value)
+
+
+def _assign(name: str, assign: Any, value: Any) -> None:
+    """protobuf's own messages do not say which argument they are about."""
+    try:
+        assign(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name} is {value!r}: {error}") from None

@@ -1,0 +1,68 @@
+"""The scheduler process: `python -P -m scheduler_svc`. The only place that wires its parts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+
+from scheduler_svc.config import Config, ConfigError, prepare_worker_address
+from scheduler_svc.config_sources import load_config
+from scheduler_svc.core import views
+from scheduler_svc.core.limits import Limits
+from scheduler_svc.engine import Engine
+from scheduler_svc.events import Event, Status
+from scheduler_svc.server import CannotListen, EngineCrashed, serve
+from scheduler_svc.worker_link import WorkerLink
+
+FIFO_SAFETY_MARGIN = 0.15
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 after a clean stop, 1 after a crash, 2 when it could not start as it was told to."""
+    try:
+        config = load_config(sys.argv[1:] if arguments is None else arguments, os.environ)
+        logging.basicConfig(
+            level=config.log_level.upper(),
+            format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
+            stream=sys.stderr,
+        )
+        prepare_worker_address(config.worker_address)
+        asyncio.run(serve(config, lambda *callbacks: make_engine(config, *callbacks), views))
+    except (ConfigError, CannotListen, OSError) as error:
+        print(f"chairlift scheduler: {error}", file=sys.stderr)
+        return 2
+    except EngineCrashed as error:
+        print(f"chairlift scheduler: {error}; the log tells where", file=sys.stderr)
+        return 1
+    return 0
+
+
+def make_engine(
+    config: Config,
+    deliver: Callable[[list[Event]], None],
+    on_status: Callable[[Status], None],
+) -> Engine:
+    margin = FIFO_SAFETY_MARGIN if config.safety_margin is None else config.safety_margin
+    return Engine(
+        Limits(
+            max_batch_tokens=config.max_batch_tokens,
+            max_requests_per_batch=config.max_requests_per_batch,
+            cache_budget=config.cache_budget,
+            safety_margin=margin,
+            max_plans_in_flight=2 if config.use_async_batching else 1,
+        ),
+        config.to_configure(),
+        WorkerLink(config.worker_address, boot_id=secrets.randbits(63) | 1),
+        deliver,
+        on_status,
+        max_queue_size=config.max_queue_size,
+        heartbeat_timeout=config.heartbeat_timeout,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,296 @@
+"""The settings of the scheduler process: one flat, frozen value, checked once.
+
+Sources, the first that has a key wins: command line (`--max-batch-tokens 512`), environment
+(`CHAIRLIFT_MAX_BATCH_TOKENS=512`), TOML file (`max_batch_tokens = 512`; `--config FILE` or
+CHAIRLIFT_CONFIG), default. A wrong or unknown key is an error that names key, value, source and
+what is allowed. Values that belong to the design but not to this version are refused, so that
+nobody believes in a feature that is not there.
+
+Owns keys, defaults, limits and their help. Reading the sources is config_sources.py. A worker has
+no settings of its own: `to_configure` is all that it is told.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from protos import link_pb2
+
+MAX_IPC_PATH_BYTES: Final = 107  # what a Unix socket's address holds
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; `str()` names key, value, source and what is allowed."""
+
+    def __init__(self, key: str, value: object, source: str, allowed: str) -> None:
+        where = f" ({source})" if source else ""
+        super().__init__(f"{key} is {value!r}{where}; allowed: {allowed}")
+        self.key = key
+
+
+class UnknownKey(ConfigError):
+    def __init__(self, key: str, value: object, source: str, known: Iterable[str]) -> None:
+        known = list(known)
+        close = difflib.get_close_matches(key, known, n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        ValueError.__init__(
+            self,
+            f"there is no setting {key} ({source}, value {value!r}).{hint} "
+            f"Allowed: {', '.join(known)}",
+        )
+        self.key = key
+
+
+class Rule(NamedTuple):
+    """What a key may be. `now` narrows it to what this version has; the rest comes later."""
+
+    help: str
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: tuple[str, ...] | None = None
+    now: tuple[object, ...] | None = None
+
+
+def setting(default: Any, help: str, **limits: Any) -> Any:
+    return field(default=default, metadata={"rule": Rule(help, **limits)})
+
+
+def default_worker_address() -> str:
+    """A socket in a folder that is this user's own (`prepare_worker_address` makes it)."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = (
+        Path(runtime) / "chairlift"
+        if runtime
+        else Path(tempfile.gettempdir()) / f"chairlift-{os.getuid()}"
+    )
+    return f"ipc://{folder}/worker.ipc"
+
+
+def prepare_worker_address(address: str) -> None:
+    """Makes the folder of an ipc socket, closed to other users. Raises OSError."""
+    scheme, _, path = address.partition("://")
+    if scheme != "ipc":
+        return
+    folder = Path(path).parent
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if address == default_worker_address() and folder.stat().st_uid != os.getuid():
+        raise OSError(f"{folder} belongs to another user; set worker_address")
+
+
+_YET: Final = "comes in a later version, false until then"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    # What is served
+    model: str = setting(
+        "smollm2-135m-instruct", "model to serve: an alias, a local folder or a Hub id"
+    )
+    served_model_name: str = setting("", "name that clients see; empty = the value of model")
+    device: str = setting("auto", "where the worker runs: auto, cpu, cuda, cuda:N or mps")
+    dtype: str = setting(
+        "auto",
+        "of weights and KV; auto = the checkpoint's on CUDA, float32 on CPU",
+        choices=("auto", "float32", "float16", "bfloat16"),
+    )
+    weight_format: str = setting(
+        "float32",
+        "how weights are stored on the CPU; float32 = as dtype says",
+        choices=("float32", "int8"),
+        now=("float32",),
+    )
+    attention: str = setting(
+        "auto",
+        "attention backend; auto = the fastest that the device has",
+        choices=("auto", "reference", "cpu", "triton"),
+        now=("auto", "reference", "cpu"),
+    )
+    deterministic: bool = setting(
+        False, "same bits whatever the batch (dense float32 models on CPU); costs speed"
+    )
+    max_model_len: int = setting(
+        0, "prompt + output tokens of one request; 0 = the model's own limit", minimum=0
+    )
+    num_threads: int = setting(0, "CPU threads of the worker; 0 = torch's choice", minimum=0)
+
+    # The batch
+    scheduler_type: str = setting(
+        "fifo",
+        "order of requests",
+        choices=("fifo", "prefill_first", "priority", "static"),
+        now=("fifo",),
+    )
+    max_batch_tokens: int = setting(
+        2048,
+        "tokens of one step; 2048 fills a GPU with prefill, yet keeps the step short for the "
+        "decodes beside it",
+        minimum=1,
+    )
+    max_requests_per_batch: int = setting(
+        64, "requests of one step, at most max_batch_tokens", minimum=1
+    )
+    cache_budget: int = setting(0, "KV pages read in one step; 0 = the whole pool", minimum=0)
+    safety_margin: float | None = setting(
+        None,
+        "share of the pool below which new prefills wait; unset = by policy (fifo 0.15)",
+        minimum=0.0,
+        maximum=0.99,
+    )
+
+    # KV memory
+    page_size: int = setting(16, "tokens of one page", minimum=1)
+    num_blocks: int = setting(
+        0, "whole-model blocks of page_size tokens; 0 = as many as memory allows", minimum=0
+    )
+    max_memory_percent: float = setting(
+        0.0,
+        "share of device memory to use, as a fraction; 0 = by device (0.9 on CUDA, 0.6 of "
+        "available memory on CPU)",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    allow_block_sharing: bool = setting(False, f"prefix cache; {_YET}", now=(False,))
+    cpu_offload_space: float = setting(
+        0.0, "GiB of host memory to swap KV to; comes in a later version, 0 until then",
+        minimum=0.0,
+        now=(0.0,),
+    )  # fmt: skip
+
+    # How the worker executes
+    use_cuda_graph: bool = setting(False, f"capture steps as CUDA graphs; {_YET}", now=(False,))
+    use_async_batching: bool = setting(
+        False, f"plan the next step while one runs; {_YET}", now=(False,)
+    )
+    q_padding_interval_size: int = setting(
+        8, "rows between two decode graphs; no effect before graphs are there", minimum=1
+    )
+    kv_padding_interval_size: int = setting(
+        64, "blocks to which table widths are padded; no effect before graphs are there", minimum=1
+    )
+
+    # The service
+    host: str = setting("0.0.0.0", "address to listen on; 127.0.0.1 = this machine only")
+    port: int = setting(
+        50051, "port to listen on; 0 = any free one (the log says which)", minimum=0, maximum=65535
+    )
+    worker_address: str = setting("", "ipc:// or tcp:// to bind for workers; empty = ipc, private")
+    max_queue_size: int = setting(
+        0, "requests that may wait before new ones are refused; 0 = no limit", minimum=0
+    )
+    request_timeout: float = setting(
+        0.0, "seconds after which a request ends DEADLINE_EXCEEDED; 0 = never", minimum=0.0
+    )
+    worker_wait: float = setting(
+        0.0,
+        "seconds a request waits for the first worker to be ready, then UNAVAILABLE; 0 = for ever",
+        minimum=0.0,
+    )
+    heartbeat_timeout: float = setting(
+        10.0, "seconds without a heartbeat until a worker counts as dead", minimum=0.1
+    )
+    drain_grace: float = setting(
+        30.0, "seconds that running streams get to end after SIGTERM", minimum=0.0
+    )
+    max_message_bytes: int = setting(
+        64 << 20, "largest gRPC message in either direction", minimum=1024, maximum=(1 << 31) - 1
+    )
+    log_level: str = setting(
+        "info", "least severe line to log", choices=("debug", "info", "warning", "error")
+    )
+
+    def __post_init__(self) -> None:
+        if not self.worker_address:
+            object.__setattr__(self, "worker_address", default_worker_address())
+        for spec in fields(self):
+            check(spec, getattr(self, spec.name), "")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.max_requests_per_batch > self.max_batch_tokens:
+            raise ConfigError(
+                "max_requests_per_batch",
+                self.max_requests_per_batch,
+                "",
+                f"at most max_batch_tokens, which is {self.max_batch_tokens}",
+            )
+        if self.deterministic and self.dtype not in ("auto", "float32"):
+            raise ConfigError("dtype", self.dtype, "", "float32 or auto when deterministic is set")
+        scheme, _, rest = self.worker_address.partition("://")
+        if scheme not in ("ipc", "tcp") or not rest:
+            raise ConfigError(
+                "worker_address", self.worker_address, "", "ipc://PATH or tcp://HOST:PORT"
+            )
+        if scheme == "ipc" and len(rest.encode()) > MAX_IPC_PATH_BYTES:
+            raise ConfigError(
+                "worker_address",
+                self.worker_address,
+                "",
+                f"an ipc path of at most {MAX_IPC_PATH_BYTES} bytes",
+            )
+
+    @property
+    def model_name(self) -> str:
+        """What clients see."""
+        return self.served_model_name or self.model
+
+    def to_configure(self) -> link_pb2.Configure:
+        """What a worker is told; the names are the same on both sides."""
+        told = {spec.name for spec in link_pb2.Configure.DESCRIPTOR.fields}
+        return link_pb2.Configure(**{name: getattr(self, name) for name in sorted(told)})
+
+
+def check(spec: Field[Any], value: object, source: str) -> None:
+    """Raises ConfigError unless `value` is allowed for the key, and there in this version."""
+    rule: Rule = spec.metadata["rule"]
+    is_in_range = not isinstance(value, int | float) or (
+        (rule.minimum is None or value >= rule.minimum)
+        and (rule.maximum is None or value <= rule.maximum)
+    )
+    is_choice = rule.choices is None or value in rule.choices
+    if not (_has_type(spec, value) and is_in_range and is_choice):
+        raise ConfigError(spec.name, value, source, allowed(spec))
+    if rule.now is not None and value not in rule.now:
+        raise ConfigError(
+            spec.name, value, source, f"{_listed(rule.now)} (the rest comes in a later version)"
+        )
+
+
+def allowed(spec: Field[Any]) -> str:
+    """What a key may be, in words."""
+    rule: Rule = spec.metadata["rule"]
+    if rule.choices is not None:
+        return ", ".join(rule.choices)
+    noun = {
+        "int": "an integer",
+        "float": "a number",
+        "float | None": "a number",
+        "bool": "true or false",
+        "str": "a text",
+    }[str(spec.type)]
+    if rule.minimum is not None and rule.maximum is not None:
+        return f"{noun} from {rule.minimum} to {rule.maximum}"
+    return noun if rule.minimum is None else f"{noun} of at least {rule.minimum}"
+
+
+def _has_type(spec: Field[Any], value: object) -> bool:
+    match str(spec.type):
+        case "bool":
+            return isinstance(value, bool)
+        case "int":
+            return isinstance(value, int) and not isinstance(value, bool)
+        case "float":
+            return isinstance(value, float)
+        case "float | None":
+            return value is None or isinstance(value, float)
+        case _:
+            return isinstance(value, str)
+
+
+def _listed(values: tuple[object, ...]) -> str:
+    return ", ".join(str(value).lower() for value in values)

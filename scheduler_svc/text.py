@@ -1,0 +1,162 @@
+"""Output text of one request: tokens in, text that may be shown out.
+
+Two stages. `Detokenizer` turns tokens into whole characters; `StopStrings` holds back what may
+become a stop string and cuts the text where one is complete. `OutputText` joins them. All text
+that a client ever gets passes here, streamed or not, so both are equal byte for byte.
+
+Policy: decode a short window of the latest tokens again with each one and give out what it adds,
+except trailing U+FFFD, which is what an unfinished character looks like. The context in front of
+the new tokens keeps decoders that treat the first token differently (a leading space is stripped)
+from doing so in mid-text; at the start that context is the prompt's tail. tokenizers' own
+DecodeStream works alike and in half the time (2 µs a token), but repeats part of a prompt that
+ends inside a character, and fails for good once a byte-fallback decoder rewrites what it said.
+
+Price: where a byte-fallback model breaks off a character *after* whole characters of the same run
+of byte tokens, the full decode makes all of that run U+FFFD, and what was shown stays shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+REPLACEMENT: Final = "\ufffd"  # how decoders show bytes that are no character (yet)
+
+CONTEXT_TOKENS: Final = 6  # shown tokens in front of the window
+MAX_CONTEXT_TOKENS: Final = 24  # of a prompt, when fewer would begin inside a character
+MAX_HELD_TOKENS: Final = 256  # without a whole character: this is no character, give it out
+
+Decode = Callable[[list[int]], str]
+
+
+class Detokenizer:
+    """Whole characters, as soon as they are whole.
+
+    `decode` must be a function of the tokens alone; `prompt_token_ids` is what the output goes on
+    from. Joined, the texts of all pushes and of `finish` are what the output adds to the decoded
+    prompt.
+    """
+
+    __slots__ = ("_context", "_decode", "_shown", "_window")
+
+    def __init__(self, decode: Decode, prompt_token_ids: Sequence[int]) -> None:
+        self._decode = decode
+        self._window = _clean_tail(decode, prompt_token_ids)
+        self._context = len(self._window)  # up to here all is shown; the next cut is here
+        self._shown = decode(self._window)  # text of the window that is not to be given again
+
+    def push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        whole = text.rstrip(REPLACEMENT)
+        num_new = len(self._window) - self._context
+        if num_new > MAX_HELD_TOKENS:
+            whole = text
+        added = self._show(whole)
+        if num_new >= CONTEXT_TOKENS and len(whole) == len(text):
+            del self._window[: self._context]
+            self._context = len(self._window)
+            self._shown = self._decode(self._window)
+        return added
+
+    def finish(self) -> str:
+        return self._show(self._decode(self._window))
+
+    def _show(self, text: str) -> str:
+        # A prompt that ended inside a character: the output may have made it whole.
+        shown = self._shown if text.startswith(self._shown) else self._shown.rstrip(REPLACEMENT)
+        if len(text) <= len(shown):
+            return ""
+        self._shown = text
+        return text[len(shown) :]
+
+
+def _clean_tail(decode: Decode, token_ids: Sequence[int]) -> list[int]:
+    """The last few tokens, more of them if they would begin inside a character."""
+    tail: list[int] = []
+    for length in range(CONTEXT_TOKENS, MAX_CONTEXT_TOKENS + 1):
+        tail = list(token_ids[-length:])
+        if len(tail) < length or not decode(tail).startswith(REPLACEMENT):
+            break
+    return tail
+
+
+class StopStrings:
+    """Cuts text before (or after) the first stop string.
+
+    The first is the one that is complete first, and of those that end together the longest: that
+    depends on the text alone, never on how tokens cut it. Held back is the longest end of the
+    text that begins a stop string, and nothing more.
+    """
+
+    __slots__ = ("_held", "_is_included", "_longest", "_stops", "matched")
+
+    def __init__(self, stops: Sequence[str], is_included: bool) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._is_included = is_included
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        if self.matched is not None:
+            return ""
+        if not self._stops:
+            return text
+        # A match begins in what is held at the earliest: nothing before it begins a stop string.
+        text = self._held + text
+        found = [(start + len(stop), start, stop) for stop in self._stops
+                 if (start := text.find(stop)) >= 0]  # fmt: skip
+        if found:
+            end, start, self.matched = min(found)
+            self._held = ""
+            return text[: end if self._is_included else start]
+        num_held = self._num_held(text)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+    def finish(self) -> str:
+        """What looked like the beginning of a stop string and was none."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_held(self, text: str) -> int:
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            end = text[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
+
+
+class OutputText:
+    """The TextStream of one request (scheduler_svc/events.py); used by one thread."""
+
+    __slots__ = ("_detokenizer", "_stops", "include_stop_str_in_output", "matched_stop")
+
+    def __init__(
+        self,
+        decode: Decode,
+        prompt_token_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+    ) -> None:
+        self.include_stop_str_in_output = include_stop_str_in_output
+        self.matched_stop: str | None = None
+        self._detokenizer = Detokenizer(decode, prompt_token_ids)
+        self._stops = StopStrings(stop, include_stop_str_in_output)
+
+    def push(self, token_id: int) -> str:
+        if self.matched_stop is not None:
+            return ""
+        return self._cut(self._detokenizer.push(token_id))
+
+    def finish(self) -> str:
+        if self.matched_stop is not None:
+            return ""
+        return self._cut(self._detokenizer.finish()) + self._stops.finish()
+
+    def _cut(self, text: str) -> str:
+        shown = self._stops.push(text)
+        self.matched_stop = self._stops.matched
+        return shown

@@ -1,0 +1,110 @@
+"""Building requests: what is set, what stays unset, and what is refused before it is sent."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from client import ChatMessage
+from client.requests import SamplingOptions, generate_request, sampling_params
+from protos import inference_pb2
+
+
+def test_every_sampling_field_has_a_keyword() -> None:
+    """A field added to the .proto and forgotten here could not be reached from Python."""
+    fields = {field.name for field in inference_pb2.SamplingParams.DESCRIPTOR.fields}
+    assert fields == set(SamplingOptions.__annotations__)
+
+
+def test_unset_stays_unset_and_zero_is_sent() -> None:
+    """temperature=0 is greedy; no temperature is the model's own: they must not be one."""
+    assert sampling_params({}).ListFields() == []
+    params = sampling_params({"temperature": 0.0, "top_k": None, "seed": 0})
+    assert params.HasField("temperature")
+    assert params.HasField("seed")
+    assert not params.HasField("top_k")
+
+
+def test_an_unset_priority_stays_unset() -> None:
+    """As above, outside of sampling."""
+    assert not generate_request("x", {}).HasField("priority")
+    assert generate_request("x", {}, priority=0).HasField("priority")
+
+
+EXAMPLES: dict[str, Any] = {
+    "stop": ["a", "b"],
+    "stop_token_ids": [1, 2],
+    "logit_bias": {5: -1.5},
+    "bad_words": ["x"],
+    "json_schema": {"type": "object"},
+    "regex": "a+",
+    "grammar": "start: x",
+    "json_object": True,
+    "choice": ["yes", "no"],
+    "ignore_eos": True,
+    "include_stop_str_in_output": True,
+    "early_stopping": False,
+    "skip_special_tokens": False,
+}
+
+
+@pytest.mark.parametrize("name", SamplingOptions.__annotations__)
+def test_each_option_reaches_its_field(name: str) -> None:
+    """One that is dropped on the way changes answers silently."""
+    value = EXAMPLES.get(name, 1)
+    params = sampling_params({name: value})  # type: ignore[misc]
+    ((field, sent),) = params.ListFields()
+    assert field.name == name
+    if name == "json_schema":
+        assert json.loads(sent) == value
+    elif name == "choice":
+        assert list(sent.options) == value
+    elif name == "logit_bias":
+        assert dict(sent) == value
+    else:
+        assert sent == value
+
+
+def test_one_stop_string_may_stand_alone() -> None:
+    """A string is a sequence of strings: "END" must not become E, N, D."""
+    assert list(sampling_params({"stop": "END"}).stop) == ["END"]
+    with pytest.raises(TypeError, match="bad_words is 'oops'; wanted a list"):
+        sampling_params({"bad_words": "oops"})
+
+
+def test_wrong_arguments_name_themselves() -> None:
+    """protobuf's own messages name neither the argument nor what is allowed."""
+    with pytest.raises(TypeError, match="unknown sampling option 'temprature'; known: temperature"):
+        sampling_params({"temprature": 1})  # type: ignore[typeddict-unknown-key]
+    with pytest.raises(TypeError, match=r"max_tokens is 1\.5"):
+        sampling_params({"max_tokens": 1.5})  # type: ignore[typeddict-item]
+    with pytest.raises(ValueError, match="max_tokens is 4294967296"):
+        sampling_params({"max_tokens": 1 << 32})
+    with pytest.raises(ValueError, match="regex and choice are both given; allowed: at most one"):
+        sampling_params({"choice": ["a"], "regex": "b"})
+    with pytest.raises(TypeError, match=r"prompt is \[1, 'a'\]"):
+        generate_request([1, "a"], {})  # type: ignore[list-item]
+
+
+def test_prompts_of_three_kinds() -> None:
+    """Told apart by type alone."""
+    assert generate_request("", {}).WhichOneof("prompt") == "text"
+    assert generate_request((), {}).WhichOneof("prompt") == "tokens"
+    assert list(generate_request(range(3), {}).tokens.ids) == [0, 1, 2]
+    chat = generate_request([ChatMessage("user", "a"), {"role": "tool", "content": "b"}], {}).chat
+    assert [(message.role, message.content) for message in chat.messages] == [
+        ("user", "a"),
+        ("tool", "b"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"role": "user"}, {"role": "user", "content": 5}, {"role": "u", "content": "c", "x": ""}],
+)
+def test_malformed_chat_messages_are_named(message: dict[str, Any]) -> None:
+    """A message in another API's format must not lose its content silently."""
+    with pytest.raises(TypeError, match="chat message 1 is"):
+        generate_request([{"role": "user", "content": "a"}, message], {})

@@ -1,0 +1,199 @@
+"""`chairlift serve` with children that only live, die and listen to signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from client import serve
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Says that it is up, then does what its variable says; both print to the pipe that the test reads.
+CHILD = """
+import os, pathlib, signal, sys
+name = {name!r}
+behaviour = os.environ.get("FAKE_" + name.upper(), "live")
+def say(*words):
+    os.write(1, (" ".join([name, *words]) + chr(10)).encode())  # one write: lines stay whole
+def on_term(*_):
+    say("told to stop")
+    if behaviour != "stubborn":
+        sys.exit(0)
+signal.signal(signal.SIGTERM, on_term)
+say("up", *sys.argv[1:])
+if behaviour.startswith("exit"):
+    sys.exit(int(behaviour.split()[1]))
+if behaviour == "die once":
+    mark = pathlib.Path(os.environ["FAKE_MARK"])
+    if not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+while True:
+    signal.pause()
+"""
+
+
+class Serving:
+    """A running `chairlift serve`, and the lines that it and its children print."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+
+    def expect(self, start: str) -> str:
+        """The next line that starts so; those before it are kept in `lines`."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            if line.startswith(start):
+                return line.rstrip()
+        raise AssertionError(f"no line {start!r} in {self.lines}")
+
+    def rest(self) -> list[str]:
+        """All further lines, once everybody who could print has ended."""
+        assert self.process.stdout is not None
+        self.lines.extend(line.rstrip() for line in self.process.stdout)
+        return self.lines
+
+    def both_up(self) -> tuple[list[str], list[str]]:
+        """The arguments of scheduler and worker, once both listen to signals."""
+        up: dict[str, list[str]] = {}
+        while len(up) < 2:
+            assert self.process.stdout is not None
+            line = self.process.stdout.readline()
+            assert line, f"ended early: {self.lines}"
+            self.lines.append(line.rstrip())
+            name, _, rest = line.partition(" up ")
+            if rest:
+                up[name] = rest.split()
+        return up["scheduler"], up["worker"]
+
+
+Run = Callable[..., Serving]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    for package, name in (("scheduler_svc", "scheduler"), ("worker", "worker")):
+        folder = tmp_path / "fakes" / package
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+        (folder / "__main__.py").write_text(CHILD.format(name=name))
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str, **behaviours: str) -> Serving:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{tmp_path / 'fakes'}:{ROOT}",
+            "FAKE_MARK": str(tmp_path / "mark"),
+            **{f"FAKE_{name.upper()}": behaviour for name, behaviour in behaviours.items()},
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "client", "serve", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        started.append(process)
+        return Serving(process)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_stops_both_in_order(run: Run, how: signal.Signals) -> None:
+    """The scheduler drains first: without its worker the running answers could not end."""
+    serving = run("--port", "0")
+    scheduler, worker = serving.both_up()
+    assert scheduler[:3] == ["--port", "0", "--worker-address"]
+    assert worker == ["--connect", scheduler[3]]
+    serving.process.send_signal(how)
+    told = [line for line in serving.rest() if line.endswith("told to stop")]
+    assert told == ["scheduler told to stop", "worker told to stop"]
+    assert serving.process.wait(20) == 0
+    assert not Path(scheduler[3].removeprefix("ipc://")).parent.exists()
+
+
+def test_a_given_worker_address_is_used_by_both(run: Run) -> None:
+    """Whoever names an address wants to attach something there."""
+    serving = run("--worker-address=tcp://127.0.0.1:5999")
+    scheduler, worker = serving.both_up()
+    assert scheduler == ["--worker-address=tcp://127.0.0.1:5999"]
+    assert worker == ["--connect", "tcp://127.0.0.1:5999"]
+
+
+def test_a_second_ctrl_c_kills(run: Run) -> None:
+    """A drain can take long; who presses twice does not want to wait for it."""
+    serving = run(scheduler="stubborn", worker="stubborn")
+    serving.both_up()
+    serving.process.send_signal(signal.SIGINT)
+    serving.expect("scheduler told to stop")
+    serving.process.send_signal(signal.SIGINT)
+    assert serving.process.wait(20) == 130
+    assert "chairlift: killing both" in serving.rest()
+
+
+def test_a_worker_that_dies_comes_back(run: Run) -> None:
+    """The scheduler keeps its requests for exactly this."""
+    serving = run(worker="die once")
+    serving.both_up()
+    line = serving.expect("chairlift: the worker ended")
+    assert line.endswith("(by SIGKILL); starting it again in 0.5 s")
+    serving.expect("worker up --connect ipc://")
+    serving.process.send_signal(signal.SIGINT)
+    assert serving.process.wait(20) == 0
+
+
+def test_a_worker_that_can_never_serve_ends_both(run: Run) -> None:
+    """A model that is refused is refused each time: the restart loop would hide the reason."""
+    serving = run(worker="exit 2")
+    assert serving.expect("chairlift: the worker cannot").endswith(
+        "(exit code 2); stopping the scheduler"
+    )
+    assert serving.process.wait(20) == 2
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_an_end_of_the_scheduler_ends_the_worker(run: Run, code: int) -> None:
+    """A worker without its scheduler would hold the device's memory for nobody."""
+    serving = run(scheduler=f"exit {code}")
+    line = serving.expect("chairlift: the scheduler ended")
+    assert line.endswith(f"(exit code {code}); stopping the worker")
+    assert serving.process.wait(20) == code
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_children_do_not_outlive_a_killed_parent(run: Run) -> None:
+    """Orphans would keep port and device, and the next start would fail."""
+    serving = run()
+    serving.both_up()
+    serving.process.kill()
+    told = {line for line in serving.rest() if line.endswith("told to stop")}
+    assert told == {"scheduler told to stop", "worker told to stop"}
+
+
+def test_the_pause_grows_to_a_limit() -> None:
+    """A worker that dies at once must not be started in a tight loop, nor given up."""
+    pauses = [serve.restart_pause(deaths) for deaths in (1, 2, 3, 20, 10_000)]
+    assert pauses == [0.5, 1.0, 2.0, 15.0, 15.0]
+
+
+def test_help_shows_the_schedulers_options(run: Run) -> None:
+    """`serve` has none of its own: without them its help would be empty."""
+    serving = run("--help", scheduler="exit 0")
+    assert "scheduler up --help" in serving.rest()
+    assert serving.lines[0] == "usage: chairlift serve [scheduler options]"
+    assert serving.process.wait(20) == 0

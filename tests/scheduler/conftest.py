@@ -1,0 +1,83 @@
+"""A real grpc.aio server on a free port, with a fake engine behind it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from protos import admin_pb2_grpc, inference_pb2_grpc
+from scheduler_svc.config import Config
+from scheduler_svc.server import Server
+from scheduler_svc.tokenizer import Tokenizer
+from tests.scheduler.fake_engine import FakeEngine, fake_views
+from tests.scheduler.small_tokenizers import chat
+
+
+@dataclass(eq=False)
+class Edge:
+    """Everything a test needs of one running edge."""
+
+    server: Server
+    engine: FakeEngine
+    channel: grpc.aio.Channel
+    inference: Any
+    admin: Any
+
+
+@pytest.fixture
+def config() -> Config:
+    return Config(host="127.0.0.1", port=0, drain_grace=5.0)
+
+
+@pytest.fixture
+def make_edge() -> Any:
+    """A function that starts an edge; the model's tokenizer is a small one made here."""
+
+    async def make(config: Config, is_ready: bool = True) -> Edge:
+        engines: list[FakeEngine] = []
+
+        def make_engine(deliver: Any, on_status: Any) -> Any:
+            engines.append(FakeEngine(deliver, on_status))
+            return engines[0]
+
+        server = Server(config, make_engine, fake_views(), lambda path: Tokenizer(chat()))
+        await server.start(lambda error: None)
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.port}")
+        if is_ready:
+            engines[0].become_ready()
+            await server.served.wait_until_ready_is(True)
+        return Edge(
+            server,
+            engines[0],
+            channel,
+            inference_pb2_grpc.InferenceStub(channel),
+            admin_pb2_grpc.AdminStub(channel),
+        )
+
+    return make
+
+
+@pytest_asyncio.fixture
+async def edge(make_edge: Any, config: Config) -> AsyncIterator[Edge]:
+    """Ready, and stopped at the end; by then no request may be live."""
+    edge = await make_edge(config)
+    yield edge
+    await stop(edge)
+
+
+@pytest_asyncio.fixture
+async def unready_edge(make_edge: Any, config: Config) -> AsyncIterator[Edge]:
+    edge = await make_edge(config, is_ready=False)
+    yield edge
+    await stop(edge)
+
+
+async def stop(edge: Edge) -> None:
+    await edge.channel.close()
+    await edge.server.drain_and_stop()
+    assert edge.engine.live == {}, "a request outlived its client"

@@ -1,0 +1,154 @@
+"""An engine without scheduler or worker: the test says what it does, and sees what it was told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+from scheduler_svc.core.request import FinishReason
+from scheduler_svc.errors import ChairliftError
+from scheduler_svc.events import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    ModelFacts,
+    Status,
+    Submission,
+)
+from scheduler_svc.served_model import NO_WORKER
+
+FACTS = ModelFacts(
+    model_path="/models/tiny",
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    vocab_size=300,
+    max_model_len=128,
+    pool_tokens=1000,
+    dtype="float32",
+    device="cpu",
+)
+
+
+@dataclass(slots=True)
+class Live:
+    submission: Submission
+    num_output: int = 0
+
+
+@dataclass(eq=False)
+class FakeEngine:
+    """Ends requests as the real one does: by stop token, stop string, max_tokens or abort."""
+
+    deliver: Callable[[list[Event]], None]
+    on_status: Callable[[Status], None]
+    status: Status = NO_WORKER
+    live: dict[str, Live] = field(default_factory=dict)
+    submitted: list[Submission] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    answers: dict[str, Any] = field(default_factory=dict)  # to questions, by name
+    is_running: bool = False
+    crash: Callable[[BaseException], None] | None = None
+    script: Callable[[FakeEngine, Submission], None] | None = None  # on every submission
+
+    def start(self, on_crash: Callable[[BaseException], None] | None = None) -> None:
+        self.is_running = True
+        self.crash = on_crash
+
+    def stop(self) -> None:
+        self.is_running = False
+
+    def submit(self, submission: Submission) -> None:
+        self.submitted.append(submission)
+        self.live[submission.new.request_id] = Live(submission)
+        if self.script is not None:
+            self.script(self, submission)
+
+    def abort(self, request_ids: Sequence[str]) -> Future[list[str]]:
+        ended = [request_id for request_id in request_ids if request_id in self.live]
+        self.aborted += ended
+        self.deliver([self._finish(request_id, FinishReason.ABORT) for request_id in ended])
+        future: Future[list[str]] = Future()
+        future.set_result(ended)
+        return future
+
+    def ask(self, question: Callable[[Any], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(question(self))
+        return future
+
+    # What a test makes it do
+
+    def become(self, **changes: Any) -> None:
+        self.status = replace(self.status, **changes)
+        self.on_status(self.status)
+
+    def become_ready(self, facts: ModelFacts = FACTS) -> None:
+        self.become(worker="ready", model=facts)
+
+    def speak(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """One step per token; stops by itself where the request says so."""
+        for token_id in token_ids:
+            if request_id not in self.live:
+                return
+            self.deliver(self._step(request_id, token_id))
+
+    def end(self, request_id: str, reason: FinishReason = FinishReason.LENGTH) -> None:
+        self.deliver([self._finish(request_id, reason)])
+
+    def fail(self, request_id: str, error: ChairliftError) -> None:
+        del self.live[request_id]
+        self.deliver([Failed(request_id, error)])
+
+    def _step(self, request_id: str, token_id: int) -> list[Event]:
+        live = self.live[request_id]
+        new, text = live.submission.new, live.submission.text
+        assert text is not None
+        live.num_output += 1
+        is_stop_token = token_id in new.sampling.stop_token_ids
+        is_silent = is_stop_token and not text.include_stop_str_in_output
+        shown = "" if is_silent else text.push(token_id)
+        events: list[Event] = []
+        if text.matched_stop is not None:
+            events = [self._finish(request_id, FinishReason.STOP, stop_string=text.matched_stop)]
+        elif is_stop_token:
+            events = [self._finish(request_id, FinishReason.STOP, stop_token_id=token_id)]
+        elif live.num_output == new.max_tokens:
+            events = [self._finish(request_id, FinishReason.LENGTH)]
+        if events:
+            shown += text.finish()
+        return [Delta(request_id, [token_id], shown), *events]
+
+    def _finish(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        stop_token_id: int | None = None,
+        stop_string: str | None = None,
+    ) -> Finished:
+        live = self.live.pop(request_id)
+        return Finished(
+            request_id,
+            reason,
+            stop_token_id,
+            stop_string,
+            prompt_tokens=len(live.submission.new.prompt_token_ids),
+            completion_tokens=live.num_output,
+            cached_tokens=0,
+            queued_seconds=0.25,
+            prefill_seconds=0.5,
+            decode_seconds=1.0,
+            preemptions=0,
+        )
+
+
+def fake_views() -> SimpleNamespace:
+    """In the place of scheduler_svc/core/views.py: the answers that the test put in the engine."""
+    return SimpleNamespace(
+        list_requests=lambda engine: engine.answers["list_requests"],
+        get_request=lambda engine, request_id: engine.answers["get_request"].get(request_id),
+        get_cache=lambda engine: engine.answers["get_cache"],
+    )

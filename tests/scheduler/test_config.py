@@ -1,0 +1,176 @@
+"""Settings: four sources, one order, and complaints that say what to change."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from protos import link_pb2
+from scheduler_svc.config import Config, ConfigError, Rule, prepare_worker_address
+from scheduler_svc.config_sources import build_parser, load_config
+
+
+def message(*arguments: str, **environ: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(arguments, environ)
+    return str(error.value)
+
+
+def test_defaults_are_valid_and_as_documented() -> None:
+    """A default that its own check refuses would stop every start."""
+    config = load_config([], {})
+    assert (config.max_batch_tokens, config.max_requests_per_batch) == (2048, 64)
+    assert (config.page_size, config.scheduler_type) == (16, "fifo")
+    assert (config.port, config.model) == (50051, "smollm2-135m-instruct")
+    assert config.worker_address.startswith("ipc://")
+    assert config.safety_margin is None
+
+
+def test_each_source_wins_over_the_next(tmp_path: Path) -> None:
+    """An operator overrides a file by a variable, and both on the command line."""
+    file = tmp_path / "chairlift.toml"
+    file.write_text('page_size = 1\nmax_batch_tokens = 100\nport = 4000\ndtype = "float32"\n')
+    environ = {"CHAIRLIFT_MAX_BATCH_TOKENS": "200", "CHAIRLIFT_PORT": "5000"}
+    config = load_config(["--config", str(file), "--port", "6000"], environ)
+    assert (config.page_size, config.max_batch_tokens, config.port) == (1, 200, 6000)
+    assert config.dtype == "float32"
+    assert load_config([], {**environ, "CHAIRLIFT_CONFIG": str(file)}).page_size == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "want"),
+    [
+        (["--deterministic"], True),
+        (["--deterministic", "true"], True),
+        (["--deterministic=false"], False),
+        ([], False),
+    ],
+)
+def test_switches(arguments: list[str], want: bool) -> None:
+    """Both spellings are common; a switch that cannot be turned off traps who sets a variable."""
+    assert load_config(arguments, {}).deterministic is want
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "parts"),
+    [
+        (["--page-size", "0"], {}, ["page_size is 0", "command line", "at least 1"]),
+        (["--page-size", "x"], {}, ["page_size is 'x'", "command line", "an integer"]),
+        (["--port", "65536"], {}, ["port is 65536", "from 0 to 65535"]),
+        (["--safety-margin", "nan"], {}, ["safety_margin is 'nan'", "a number"]),
+        (["--max-memory-percent", "90"], {}, ["max_memory_percent is 90.0", "0.0 to 1.0"]),
+        (["--dtype", "int4"], {}, ["dtype is 'int4'", "float16, bfloat16"]),
+        (["--deterministic", "perhaps"], {}, ["deterministic is 'perhaps'", "true or false"]),
+        (
+            ["--page-sise", "1"],
+            {},
+            ["no setting page_sise", "command line, value '1'", "Did you mean page_size?"],
+        ),
+        (["--zzz"], {}, ["no setting zzz", "Allowed: model", "max_batch_tokens"]),
+        (["stray"], {}, ["no setting stray"]),
+        (
+            [],
+            {"CHAIRLIFT_MAX_BATCH_TOKEN": "5"},
+            [
+                "max_batch_token ",
+                "environment CHAIRLIFT_MAX_BATCH_TOKEN, value '5'",
+                "Did you mean",
+            ],
+        ),
+        ([], {"CHAIRLIFT_PORT": ""}, ["port is ''", "environment CHAIRLIFT_PORT", "an integer"]),
+        (["--scheduler-type", "priority"], {}, ["'priority'", "fifo", "later version"]),
+        (["--use-cuda-graph"], {}, ["use_cuda_graph is True", "false", "later version"]),
+        (["--allow-block-sharing"], {}, ["allow_block_sharing is True", "later version"]),
+        (["--use-async-batching"], {}, ["use_async_batching is True", "later version"]),
+        (["--cpu-offload-space", "1"], {}, ["cpu_offload_space is 1.0", "later version"]),
+        (["--weight-format", "int8"], {}, ["weight_format is 'int8'", "later version"]),
+        (["--config", "/nowhere.toml"], {}, ["config is '/nowhere.toml'", "No such file"]),
+        (
+            ["--max-batch-tokens", "8"],
+            {},
+            ["max_requests_per_batch is 64", "at most max_batch_tokens, which is 8"],
+        ),
+        (
+            ["--deterministic", "--dtype", "float16"],
+            {},
+            ["dtype is 'float16'", "command line", "when deterministic"],
+        ),
+        (["--worker-address", "udp://x"], {}, ["worker_address is 'udp://x'", "ipc://PATH"]),
+        (["--worker-address", "ipc://" + "x" * 108], {}, ["at most 107 bytes"]),
+    ],
+)
+def test_a_wrong_setting_is_named(
+    arguments: list[str], environ: dict[str, str], parts: list[str]
+) -> None:
+    """A setting that is silently ignored costs somebody a night."""
+    text = message(*arguments, **environ)
+    for part in parts:
+        assert part in text, text
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ("page_size = 'x'", ["page_size is 'x'", "chairlift.toml", "an integer"]),
+        ("page_size = true", ["page_size is True", "an integer"]),
+        ("page_size = 1.5", ["page_size is 1.5", "an integer"]),
+        ("deterministic = 1", ["deterministic is 1", "true or false"]),
+        ("safety_margin = inf", ["safety_margin is inf", "a number"]),
+        ("model = 5", ["model is 5", "a text"]),
+        ("[scheduler]\npage_size = 1", ["no setting scheduler", "scheduler_type"]),
+        ("page_size =", ["chairlift.toml", "a TOML file"]),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, content: str, parts: list[str]) -> None:
+    """The same, for a file: types are strict there."""
+    file = tmp_path / "chairlift.toml"
+    file.write_text(content)
+    text = message("--config", str(file))
+    for part in parts:
+        assert part in text, text
+
+
+def test_other_variables_are_left_alone() -> None:
+    """They belong to other parts; refusing them would stop the scheduler of a normal set-up."""
+    environ = {"CHAIRLIFT_CACHE_DIR": "/x", "CHAIRLIFT_CURVE_SECRET": "y", "PATH": "z"}
+    assert load_config([], environ) == load_config([], {})
+
+
+def test_integers_are_numbers_in_a_file(tmp_path: Path) -> None:
+    """`drain_grace = 5` is what people write."""
+    file = tmp_path / "chairlift.toml"
+    file.write_text("drain_grace = 5")
+    assert load_config(["--config", str(file)], {}).drain_grace == 5.0
+
+
+def test_every_key_has_help_and_a_flag() -> None:
+    """An option that nobody can find is none."""
+    shown = build_parser().format_help()
+    for spec in fields(Config):
+        rule: Rule = spec.metadata["rule"]
+        assert len(rule.help) > 10, spec.name
+        assert "--" + spec.name.replace("_", "-") in shown
+
+
+def test_a_worker_is_told_everything_it_needs() -> None:
+    """A field forgotten here would silently be 0 in the worker."""
+    config = load_config(["--page-size", "4", "--num-blocks", "7", "--num-threads", "2"], {})
+    told = config.to_configure()
+    assert isinstance(told, link_pb2.Configure)
+    for spec in told.DESCRIPTOR.fields:
+        assert getattr(told, spec.name) == getattr(config, spec.name), spec.name
+
+
+def test_the_default_socket_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever can reach the socket can read every prompt."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    address = Config().worker_address
+    prepare_worker_address(address)
+    folder = Path(address.removeprefix("ipc://")).parent
+    assert folder.parent == tmp_path
+    assert folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert str(os.getuid()) in Config().worker_address

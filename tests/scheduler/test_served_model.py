@@ -1,0 +1,118 @@
+"""Waiting for the model: from the first Status to a tokenizer, and the ways it can fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from scheduler_svc.errors import QueueFull, Unavailable
+from scheduler_svc.events import Status
+from scheduler_svc.served_model import NO_WORKER, ServedModel
+from scheduler_svc.tokenizer import Tokenizer
+from tests.scheduler.fake_engine import FACTS
+from tests.scheduler.small_tokenizers import chat
+
+READY = Status("ready", FACTS, None, 0, 0)
+Make = Callable[..., tuple[ServedModel, list[str]]]
+
+
+@pytest.fixture
+async def make() -> Make:
+    def make_one(**options: Any) -> tuple[ServedModel, list[str]]:
+        loaded: list[str] = []
+
+        def load(path: str) -> Tokenizer:
+            loaded.append(path)
+            if path == "/broken":
+                raise OSError("no tokenizer.json")
+            return Tokenizer(chat())
+
+        loop = asyncio.get_running_loop()
+        return ServedModel("tiny", loop, load_tokenizer=load, **options), loaded
+
+    return make_one
+
+
+async def test_waiters_get_the_model_once_it_is_ready(make: Make) -> None:
+    """Requests that come while a model loads must not be refused."""
+    served, loaded = make()
+    waiting = asyncio.create_task(served.wait())
+    served.on_status(replace(NO_WORKER, worker="loading"))
+    served.on_status(READY)
+    model = await asyncio.wait_for(waiting, 5)
+    assert (model.name, model.facts) == ("tiny", FACTS)
+    assert loaded == [FACTS.model_path]
+    assert served.is_ready
+
+
+async def test_a_lost_worker_keeps_the_model(make: Make) -> None:
+    """Its requests run again elsewhere, and new ones may queue; the tokenizer is not read again."""
+    served, loaded = make()
+    served.on_status(READY)
+    await served.wait()
+    served.on_status(replace(READY, worker="connecting"))
+    await served.wait_until_ready_is(False)
+    assert (await served.wait()).facts == FACTS
+    smaller = replace(FACTS, pool_tokens=64)
+    served.on_status(replace(READY, model=smaller))
+    await served.wait_until_ready_is(True)
+    assert served.model.facts == smaller
+    assert len(loaded) == 1
+
+
+async def test_another_model_brings_another_tokenizer(make: Make) -> None:
+    """Decoding with the old one would give nonsense."""
+    served, loaded = make()
+    served.on_status(READY)
+    await served.wait()
+    other = replace(FACTS, model_path="/models/other")
+    served.on_status(replace(READY, model=other))
+    await served.wait_until_ready_is(False)
+    assert (await served.wait()).facts == other
+    assert loaded == [FACTS.model_path, other.model_path]
+
+
+async def test_a_refused_model_ends_waiting(make: Make) -> None:
+    """Nobody should wait for what will never come."""
+    served, _ = make()
+    waiting = asyncio.create_task(served.wait())
+    served.on_status(replace(NO_WORKER, fatal_error="gpt9 is not supported"))
+    with pytest.raises(Unavailable, match="gpt9 is not supported"):
+        await asyncio.wait_for(waiting, 5)
+    with pytest.raises(Unavailable, match="gpt9"):
+        await served.wait()
+    served.on_status(READY)  # a repaired worker
+    await served.wait_until_ready_is(True)
+    assert (await served.wait()).facts == FACTS
+
+
+async def test_a_missing_tokenizer_is_told_and_tried_again(make: Make) -> None:
+    """A worker can be ready whose folder has no tokenizer: say so, and look again later."""
+    served, loaded = make()
+    broken = replace(FACTS, model_path="/broken")
+    waiting = asyncio.create_task(served.wait())
+    served.on_status(replace(READY, model=broken))
+    with pytest.raises(Unavailable, match="tokenizer of /broken cannot be loaded"):
+        await asyncio.wait_for(waiting, 5)
+    assert not served.is_ready
+    served.on_status(replace(READY, worker="connecting", model=broken))
+    served.on_status(READY)
+    await served.wait_until_ready_is(True)
+    assert loaded[-1] == FACTS.model_path
+
+
+async def test_waiting_has_limits(make: Make) -> None:
+    """A queue limit that does not count those in front of the door is none."""
+    served, _ = make(max_waiting=1, wait_seconds=0.05)
+    first = asyncio.create_task(served.wait())
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await served.wait()
+    with pytest.raises(Unavailable, match=r"within 0\.05 s"):
+        await first
+    with pytest.raises(Unavailable, match="not loaded yet"):
+        _ = served.model

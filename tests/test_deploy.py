@@ -1,0 +1,67 @@
+"""The systemd units and the example configuration are what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from client.serve import FATAL_EXIT_CODE
+
+DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
+UNITS = ("chairlift-scheduler.service", "chairlift-worker.service")
+
+
+@pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
+)
+def test_units_are_valid(tmp_path: Path) -> None:
+    """A misspelt key is ignored by systemd at run time, with a line in a log nobody reads."""
+    program = tmp_path / "chairlift"  # verify wants it to exist
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    for name in UNITS:
+        unit = (DEPLOY / name).read_text().replace("/opt/chairlift/bin/chairlift", str(program))
+        # whether a user of that name exists is this machine's matter
+        (tmp_path / name).write_text(unit.replace("User=chairlift", "User=root"))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *(str(tmp_path / name) for name in UNITS)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "SYSTEMD_UNIT_PATH": f"{tmp_path}:"},
+    )
+    ours = [line for line in done.stderr.splitlines() if "chairlift" in line]
+    assert ours == []
+    assert done.returncode == 0, done.stderr
+
+
+def test_both_units_meet_at_the_configured_socket() -> None:
+    """Two files name it: if they differ, the worker waits for ever and nobody says why."""
+    address = tomllib.loads((DEPLOY / "chairlift.toml").read_text())["worker_address"]
+    assert f"--connect {address}\n" in (DEPLOY / UNITS[1]).read_text()
+    folder = re.search(r"^RuntimeDirectory=(.*)$", (DEPLOY / UNITS[0]).read_text(), re.MULTILINE)
+    assert folder is not None
+    assert address.startswith(f"ipc:///run/{folder[1]}/")
+
+
+def test_systemd_and_serve_agree_on_what_is_fatal() -> None:
+    """Otherwise a refused model is restarted for ever by one of the two."""
+    for name in UNITS:
+        assert f"\nRestartPreventExitStatus={FATAL_EXIT_CODE}\n" in (DEPLOY / name).read_text()
+
+
+def test_the_example_configuration_loads() -> None:
+    """A copied example that is refused is the worst first impression."""
+    from scheduler_svc.config_sources import load_config
+
+    path = DEPLOY / "chairlift.toml"
+    config = load_config(["--config", str(path)], {})
+    for key, value in tomllib.loads(path.read_text()).items():
+        assert getattr(config, key) == value, key

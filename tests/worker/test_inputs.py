@@ -1,0 +1,113 @@
+"""Positions, slots and padding of a plan; plans that would corrupt the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.worker.planner import plan_of
+from worker.geometry import FULL_ATTENTION, SLIDING_ATTENTION, CacheGroup
+from worker.inputs import InvalidPlan, StepInputs, prepare_inputs
+
+FULL = CacheGroup(FULL_ATTENTION, (0,), 0, 1)
+# a decode at position 9 and a chunk of positions 2..5, pages of 4
+PLAN = {
+    "token_ids": [-1, 11, 12, 13, 14],
+    "rows": [7, 3],
+    "query_start_loc": [0, 1, 5],
+    "seq_lens": [10, 6],
+    "table_start": [[0, 3, 5]],
+    "blocks": [9, 4, 6, 8, 5],
+    "first_positions": [[0, 0]],
+    "logits_indices": [0],
+    "sample_logits": [0],
+    "sample_rows": [7],
+}
+
+
+def prepare(row_multiple: int = 1, **changes: object) -> StepInputs:
+    return prepare_inputs(
+        plan_of(**{**PLAN, **changes}), [FULL], [10], 4, row_multiple=row_multiple
+    )
+
+
+def test_positions_and_slots():
+    """The two derived arrays that everything else hangs on."""
+    inputs = prepare()
+    assert inputs.positions.tolist() == [9, 2, 3, 4, 5]
+    assert inputs.token_rows.tolist() == [7, 3, 3, 3, 3]
+    slots = [6 * 4 + 1, 8 * 4 + 2, 8 * 4 + 3, 5 * 4 + 0, 5 * 4 + 1]
+    assert inputs.groups[0].slot_mapping.tolist() == slots
+    assert inputs.groups[0].table_start.tolist() == [0, 3, 5]
+    assert (inputs.num_tokens, inputs.num_requests, inputs.num_logits) == (5, 2, 1)
+
+
+def test_padding_reads_and_writes_reserved_blocks():
+    """Padding at -1 would wrap round and corrupt the last block."""
+    inputs = prepare(row_multiple=4)
+    assert inputs.token_ids.tolist() == [*PLAN["token_ids"], 0, 0, 0]
+    assert inputs.positions[5:].tolist() == [0, 0, 0]
+    assert inputs.seq_lens.tolist() == [10, 6, 1, 1, 1]
+    assert inputs.query_start_loc.tolist() == [0, 1, 5, 6, 7, 8]
+    group = inputs.groups[0]
+    assert group.table_start.tolist() == [0, 3, 5, 6, 7, 8]
+    assert group.blocks[5:].tolist() == [0, 0, 0]
+    assert set(group.slot_mapping[5:] // 4) == {1}
+    assert len(inputs.logits_indices) == 4
+    assert (inputs.num_tokens, inputs.num_requests, inputs.num_logits) == (5, 2, 1)
+
+
+def test_nothing_is_padded_where_nothing_is():
+    """A chunk in the middle of a prompt needs no logits: lm_head must not run for four rows."""
+    inputs = prepare(4, logits_indices=[], sample_logits=[], sample_rows=[])
+    assert len(inputs.logits_indices) == 0
+    assert prepare_inputs(plan_of(), [FULL], [10], 4, row_multiple=4).num_tokens == 0
+
+
+def test_tables_that_start_later():
+    """A sliding group's table says where it starts; groups have tables of their own."""
+    sliding = CacheGroup(SLIDING_ATTENTION, (1,), 5, 2)
+    plan = plan_of(
+        **{
+            **PLAN,
+            "table_start": [[0, 3, 5], [5, 7, 9]],
+            "blocks": [9, 4, 6, 8, 5, 15, 16, 17, 18],
+            "first_positions": [[0, 0], [4, 0]],
+        }
+    )
+    inputs = prepare_inputs(plan, [FULL, sliding], [10, 20], 4, row_multiple=2)
+    assert inputs.groups[1].slot_mapping[:5].tolist() == [65, 70, 71, 72, 73]
+    assert inputs.groups[1].blocks.tolist() == [15, 16, 17, 18, 0]
+    assert inputs.groups[1].slot_mapping[5] // 4 == sliding.padding_write_block
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"blocks": [9, 4, 10, 8, 5]}, r"blocks must lie in 2\.\.9, but range over 4\.\.10"),
+        ({"blocks": [9, 4, 1, 8, 5]}, r"blocks must lie in 2\.\.9, but range over 1\.\.9"),
+        ({"blocks": [9, 4, -1, 8, 5]}, r"but range over -1\.\.9"),
+        ({"seq_lens": [13, 6]}, r"row 7 covers positions 0\.\.11, .* computes 12\.\.12"),
+        ({"seq_lens": [10, 3]}, r"seq_lens \[10, 3\] are below"),
+        ({"first_positions": [[4, 0]]}, r"row 7 covers positions 4\.\.15"),
+        ({"query_start_loc": [0, 1, 4]}, r"query_start_loc is \[0, 1, 4\]"),
+        ({"query_start_loc": [0, 0, 5]}, r"query_start_loc is \[0, 0, 5\]"),
+        ({"logits_indices": [5]}, r"logits_indices must lie in 0\.\.4"),
+        ({"copy": [[0, 4, 10]]}, r"a copy from block 4 to 10 leaves the blocks 2\.\.9"),
+        ({"copy": [[0, 1, 4]]}, r"a copy from block 1 to 4 leaves"),
+        ({"copy": [[1, 4, 5]]}, r"a copy names cache group 1 of 1"),
+        ({"sample_logits": [1]}, r"sample_logits must lie in 0\.\.0"),
+    ],
+    ids=str,
+)
+def test_contradictions_are_refused(changes, message):
+    """The kernel indexes raw memory: what it gets must have been checked."""
+    with pytest.raises(InvalidPlan, match=message):
+        prepare(**changes)
+
+
+def test_groups_must_match_the_model():
+    """A plan for another model's groups must not be run."""
+    plan = plan_of(table_start=np.zeros((2, 1)), first_positions=np.zeros((2, 0)))
+    with pytest.raises(InvalidPlan, match="tables of 2 cache groups; the model has 1"):
+        prepare_inputs(plan, [FULL], [10], 4)

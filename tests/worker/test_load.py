@@ -1,0 +1,176 @@
+"""Loading: what is decided on the way, and which models are refused, by name and reason."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3nTextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Phi3Config,
+    T5Config,
+)
+
+from tests.worker import tiny_models
+from tests.worker.conftest import load
+from worker.attention.interface import ATTENTION_NAME, register
+from worker.geometry import UnsupportedModel, geometry_of
+from worker.load import _max_model_len
+from worker.model_check import check_config, check_dense, probe
+
+
+@pytest.mark.parametrize("make", tiny_models.SERVED.values(), ids=tiny_models.SERVED.keys())
+def test_facts_of_a_loaded_model(saved, make):
+    """What Ready tells the scheduler; admission and sampling rest on it."""
+    path, original = saved(make)
+    loaded = load(path, max_model_len=100)
+    assert loaded.model_path == str(path)
+    assert loaded.model_type == original.config.model_type
+    assert loaded.architecture == type(original).__name__
+    assert loaded.vocab_size == tiny_models.VOCAB_SIZE
+    assert loaded.max_model_len == 100
+    assert (loaded.dtype, loaded.device) == (torch.float32, torch.device("cpu"))
+    assert loaded.geometry.num_layers == 3
+    assert not loaded.model.training
+    assert loaded.model.config._attn_implementation == ATTENTION_NAME
+
+
+def test_auto_is_float32_on_the_cpu_and_others_are_obeyed(saved):
+    """16-bit arithmetic is slow on a CPU; whoever asks for it gets it, weights and pool."""
+    path, _ = saved(tiny_models.llama)
+    assert load(path).dtype == torch.float32
+    loaded = load(path, dtype="bfloat16")
+    assert loaded.dtype == torch.bfloat16
+    assert loaded.geometry.itemsize == 2
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "int8"}, "dtype is 'int8'; allowed are auto, float32, float16, bfloat16"),
+        ({"device": "tpu"}, "device is 'tpu'; allowed are auto, cpu"),
+        ({"device": "cuda:99"}, "device is 'cuda:99', but this machine has"),
+        ({"max_model_len": 257}, "max_model_len is 257, but llama reaches 256 positions"),
+        ({"max_model_len": -1}, "max_model_len is -1"),
+    ],
+    ids=str,
+)
+def test_bad_settings_name_value_and_limit(saved, settings, message):
+    """A person reads these; they must say what was wrong and what is allowed."""
+    with pytest.raises(ValueError, match=message):
+        load(saved(tiny_models.llama)[0], **settings)
+
+
+def test_max_model_len_defaults_to_the_models():
+    """0 means all; a model that names no length must be told one."""
+    assert _max_model_len(0, LlamaConfig(max_position_embeddings=77)) == 77
+    bloom = tiny_models.bloom()
+    assert _max_model_len(50, bloom) == 50
+    with pytest.raises(UnsupportedModel, match=r"bloom: .* set max_model_len"):
+        _max_model_len(0, bloom)
+
+
+def test_sliding_windows_are_refused_before_weights_are_read(tmp_path):
+    """Served with full attention they would answer wrongly past the window."""
+    tiny_models.mistral_sliding().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"mistral: .*sliding_window is 16"):
+        load(tmp_path)
+
+
+def test_bloom_is_refused_by_the_probe(saved):
+    """It never calls the attention interface: without the probe it would run, and answer garbage
+    from the second step on."""
+    with pytest.raises(UnsupportedModel, match=r"bloom: .* 2 hidden layers.* called 0 times"):
+        load(saved(tiny_models.bloom)[0], max_model_len=64)
+
+
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 48,
+    "long_factor": [2.0] * 48,
+    "original_max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+            "llama: its RoPE is 'dynamic'",
+        ),
+        (
+            Phi3Config(max_position_embeddings=131072, rope_parameters=LONG_ROPE),
+            "phi3: its RoPE is 'longrope'",
+        ),
+        (Gemma3nTextConfig(), "gemma3n_text: num_kv_shared_layers is"),
+        (T5Config(), "t5: it is an encoder-decoder"),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_configurations_that_are_refused(config, message):
+    """Each of these would run, and some request would silently get wrong tokens."""
+    with pytest.raises(UnsupportedModel, match=message):
+        check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("use_bidirectional_attention", True, "bidirectional"),
+        ("is_causal", False, "bidirectional"),
+        ("global_head_dim", 256, "global_head_dim is 256 beside 128"),
+    ],
+)
+def test_attributes_that_are_refused(name, value, message):
+    """The same, for attributes that several families share."""
+    config = LlamaConfig(head_dim=128)
+    setattr(config, name, value)
+    with pytest.raises(UnsupportedModel, match=message):
+        check_config(config)
+
+
+def test_experts_are_refused_in_deterministic_mode_only():
+    """Expert kernels group the rows of a batch, so bits depend on neighbours."""
+    check_dense(LlamaConfig())
+    with pytest.raises(UnsupportedModel, match=r"mixtral: .*num_experts is 8"):
+        check_dense(MixtralConfig())
+
+
+def _under_our_attention(config):
+    register()
+    return AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), attn_implementation=ATTENTION_NAME
+    ).eval()
+
+
+def test_probe_refuses_shapes_that_the_configuration_does_not_promise():
+    """A pool built for other heads would be written out of bounds."""
+    config = tiny_models.llama()
+    model = _under_our_attention(config)
+    geometry = geometry_of(tiny_models.qwen3(), 16, 4)  # head_dim 16 instead of 8
+    with pytest.raises(UnsupportedModel, match=r"llama: layer 0 has .*\[1, 6, 3, 8\]"):
+        probe(model, geometry, torch.device("cpu"))
+
+
+def test_probe_refuses_models_that_fail(monkeypatch):
+    """Whatever a foreign model raises, the message names the model and the error."""
+    config = tiny_models.gpt2()
+    model = _under_our_attention(config)
+    monkeypatch.setattr(model.transformer.h[1], "forward", lambda *_, **__: {}["position"])
+    with pytest.raises(UnsupportedModel, match=r"gpt2: a forward .* KeyError: 'position'"):
+        probe(model, geometry_of(config, 16, 4), torch.device("cpu"))
+
+
+def test_attention_outside_of_a_step_fails_clearly():
+    """Without a context there is nothing to attend to."""
+    model = _under_our_attention(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=5))
+    with pytest.raises(RuntimeError, match="chairlift_paged was called outside of a step"):
+        model(torch.tensor([[1]]))

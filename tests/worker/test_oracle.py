@@ -1,0 +1,95 @@
+"""Our paged, ragged, chunked forward against transformers' own `generate`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.worker.conftest import NUM_CHUNKS, PAGE_SIZE, configure, load
+from tests.worker.planner import GreedySample, Planner, serve
+from tests.worker.tiny_models import SERVED, llama, qwen3
+from worker.runner import Runner
+
+MAX_TOKENS = [12, 3, 9, 12, 6, 10]
+
+
+def generate(model, prompt: list[int], max_tokens: int) -> list[int]:
+    """The greedy answer of transformers, one prompt at a time."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens,
+            pad_token_id=0,
+        )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.fixture
+def expected(saved, prompts, request):
+    make = SERVED[request.param] if isinstance(request.param, str) else request.param
+    model = saved(make)[1]
+    answers = [generate(model, p, n) for p, n in zip(prompts, MAX_TOKENS, strict=True)]
+    # else the comparison would prove little
+    assert len({token for answer in answers for token in answer}) > 10
+    return make, answers
+
+
+@pytest.mark.parametrize("expected", list(SERVED), indirect=True)
+def test_tokens_equal_generate_alone_and_in_mixed_batches(expected, served, prompts):
+    """Guards the whole forward: positions, slots, tables, chunk borders, logits rows. Any of them
+    wrong for one family changes a token."""
+    make, answers = expected
+    alone = served(make)
+    for prompt, count, answer in zip(prompts, MAX_TOKENS, answers, strict=True):
+        one = serve(alone.runner, alone.planner, alone.sample, [prompt], [count])
+        assert one[0].tokens == answer
+    mixed = served(make)
+    found = serve(
+        mixed.runner, mixed.planner, mixed.sample, prompts, MAX_TOKENS, chunk=13, stagger=2
+    )
+    assert [answer.tokens for answer in found] == answers
+
+
+@pytest.mark.parametrize("expected", [llama], indirect=True)
+@pytest.mark.parametrize("settings", [{"attention": "reference"}, {"page_size": 16}], ids=str)
+def test_other_backend_and_page_size_give_the_same_tokens(expected, served, prompts, settings):
+    """Guards the twin of the C kernel, and page sizes that prompts do not fill."""
+    make, answers = expected
+    it = served(make, **settings)
+    found = serve(it.runner, it.planner, it.sample, prompts, MAX_TOKENS, chunk=9, stagger=1)
+    assert [answer.tokens for answer in found] == answers
+
+
+@pytest.mark.parametrize("expected", [qwen3], indirect=True)
+def test_sampled_tokens_stay_on_the_device(expected, served, prompts):
+    """Run-ahead plans a token before it is known: the runner must fill in its row's last one."""
+    make, answers = expected
+    it = served(make, hide_outputs=True)
+    found = serve(it.runner, it.planner, it.sample, prompts, MAX_TOKENS, chunk=20, stagger=2)
+    assert [answer.tokens for answer in found] == answers
+
+
+def test_float64_reference_equals_transformers_in_float64(saved, served, prompts):
+    """Guards the oracle itself: in float64 no rounding can hide a key too many or too few."""
+    path, _ = saved(llama)
+    loaded = load(path)
+    wide = replace(
+        loaded,
+        model=loaded.model.double(),
+        dtype=torch.float64,
+        geometry=replace(loaded.geometry, itemsize=8),
+    )
+    sample = GreedySample()
+    runner = Runner(wide, configure(attention="reference"), NUM_CHUNKS, sample)
+    planner = Planner(PAGE_SIZE, NUM_CHUNKS)
+    answer = serve(runner, planner, sample, [prompts[4]], [1], chunk=17)[0]
+    wide.model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        direct = wide.model(torch.tensor([prompts[4]])).logits[0, -1].float()
+    assert (answer.logits[0] - direct).abs().max() < 1e-5 * direct.abs().max()

@@ -1,0 +1,206 @@
+"""What a step changes, what it reports, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker.conftest import configure, load
+from tests.worker.planner import GreedySample, Request, plan_of
+from tests.worker.tiny_models import llama
+from worker.inputs import InvalidPlan
+from worker.runner import Runner
+
+
+def test_blocks_outside_of_the_plan_stay_byte_identical(served):
+    """The one thing that must never happen: a step that writes into another request's KV."""
+    it = served(llama)
+    blocks = it.runner.pool.blocks(0)
+    blocks[2:].copy_(torch.randn(blocks[2:].shape))
+    before = blocks.clone()
+    first, second = Request([1] * 9, 1, row=0), Request([2] * 6, 1, row=1)
+    it.runner.step(it.planner.plan([(first, 9), (second, 5)]))
+    changed = (blocks != before).flatten(1).any(dim=1).nonzero().flatten().tolist()
+    assert changed == sorted(first.table + second.table)
+    # the third page of `first` holds one token: the others of that page are untouched
+    assert torch.equal(blocks[first.table[2], ..., 1:, :], before[first.table[2], ..., 1:, :])
+
+
+def test_stale_values_in_reused_blocks_do_not_matter(served):
+    """Blocks come back with another request's KV, be it NaN: only own tokens may be read."""
+    answers = []
+    for stale in (0.0, math.nan):
+        it = served(llama)
+        it.runner.pool.blocks(0)[2:] = stale
+        request = Request([5, 6, 7, 8, 9, 10], 1, row=0)
+        it.runner.step(it.planner.plan([(request, 3)]))
+        result = it.runner.step(it.planner.plan([(request, 3)]))
+        assert result.is_finite.tolist() == [1]
+        answers.append(it.sample.logits[-1])
+    assert torch.equal(*answers)
+
+
+def test_only_the_row_that_is_not_finite_is_reported(served):
+    """One poisoned request must fail alone, sampling or not; its neighbours go on."""
+    it = served(llama, deterministic=True)
+    healthy, poisoned = Request([1, 2, 3], 2, row=4), Request([3, 4, 5, 6, 7, 8], 2, row=2)
+    first = it.runner.step(it.planner.plan([(healthy, 3), (poisoned, 4)]))
+    assert first.is_finite.tolist() == [1, 1]
+    healthy.output.append(int(first.token_ids[0]))
+    it.runner.pool.blocks(0)[poisoned.table[0]] = math.inf
+    for length in (1, 1):  # in the middle of the prompt, then sampling
+        result = it.runner.step(it.planner.plan([(healthy, 1), (poisoned, length)]))
+        assert result.is_finite.tolist() == [1, 0]
+        healthy.output.append(int(result.token_ids[0]))
+
+
+def test_logits_that_are_not_finite_are_reported(served):
+    """Finite hidden states can still overflow in lm_head; -inf in unused columns is no fault."""
+    it = served(llama)
+    with torch.no_grad():
+        it.loaded.model.lm_head.weight[3] = -math.inf
+        it.loaded.model.model.embed_tokens.weight[0] = 1.0
+    hook = it.loaded.model.lm_head.register_forward_hook(
+        lambda _module, _inputs, logits: torch.where(logits.isnan(), -math.inf, logits)
+    )
+    request = Request([1, 2, 3], 3, row=0)
+    assert it.runner.step(it.planner.plan([(request, 2)])).is_finite.tolist() == [1]
+    hook.remove()
+    it.loaded.model.lm_head.register_forward_hook(lambda _m, _i, logits: logits * math.nan)
+    assert it.runner.step(it.planner.plan([(request, 1)])).is_finite.tolist() == [0]
+
+
+def test_sampling_parameters_reach_the_sampler(served):
+    """The sampler gets float32 logits and the plan's arrays, one entry per sample."""
+    it = served(llama, dtype="bfloat16")
+    seen = []
+
+    def sample(logits, *parameters):
+        seen.append((logits.dtype, logits.shape, [p.tolist() for p in parameters]))
+        return torch.tensor([5, 6])
+
+    it.runner._sample = sample
+    result = it.runner.step(
+        plan_of(
+            token_ids=[1, 2, 3],
+            rows=[0, 100],  # rows beyond the tables' first size must be taken in
+            query_start_loc=[0, 2, 3],
+            seq_lens=[2, 1],
+            table_start=[[0, 1, 2]],
+            blocks=[2, 3],
+            logits_indices=[1, 2],
+            sample_logits=[1, 0],
+            sample_rows=[100, 0],
+            temperature=[0.5, 1],
+            top_k=[3, 0],
+            top_p=[0.25, 1],
+            min_p=[0, 0.125],
+            u=[0.5, 0.75],
+        )
+    )
+    assert result.token_ids.tolist() == [5, 6]
+    parameters = [[0.5, 1], [3, 0], [0.25, 1], [0, 0.125], [0.5, 0.75]]
+    assert seen == [(torch.float32, (2, 211), parameters)]
+    assert it.runner._last_token[[0, 100]].tolist() == [6, 5]
+    assert (len(result.logprobs), len(result.ranks), result.top_start.tolist()) == (2, 2, [0, 0, 0])
+
+
+def test_ready_tells_what_the_pool_is(saved):
+    """The scheduler plans blocks by these numbers; the pool is sized from memory by default."""
+    path, _ = saved(llama)
+    settings = {"num_blocks": 10, "max_model_len": 50}
+    runner = Runner(load(path, **settings), configure(**settings), sample=GreedySample())
+    ready = runner.ready()
+    assert ready.num_chunks == runner.pool.num_chunks == 12
+    assert ready.num_chunks * ready.chunk_bytes == runner.pool.num_bytes
+    assert [(g.kind, list(g.layers), g.blocks_per_chunk) for g in ready.groups] == [
+        ("full_attention", [0, 1, 2], 1)
+    ]
+    assert (ready.model_type, ready.architecture) == ("llama", "LlamaForCausalLM")
+    assert (ready.vocab_size, ready.max_model_len, ready.page_size) == (211, 50, 4)
+    assert (ready.dtype, ready.device, ready.attention) == ("float32", "cpu", "cpu")
+    assert ready.model_path == str(path)
+
+
+def test_a_plan_of_copies_alone_runs_no_forward(served):
+    """Pre-ops may come without tokens, and take effect."""
+    it = served(llama)
+    blocks = it.runner.pool.blocks(0)
+    blocks[5] = 1.5
+    result = it.runner.step(plan_of(copy=[[0, 5, 8]]))
+    assert len(result.token_ids) == len(result.is_finite) == 0
+    assert torch.equal(blocks[8], blocks[5])
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"swap_out": [[2, 0]]}, "swap_out"),
+        ({"swap_in": [[0, 2]]}, "swap_in"),
+        ({"repetition_penalty": [1.2]}, "repetition_penalty"),
+        ({"frequency_penalty": [0.5]}, "frequency_penalty"),
+        ({"presence_penalty": [0.5]}, "presence_penalty"),
+        ({"num_logprobs": [0]}, "logprobs"),
+        (
+            {"bias_start": [0, 1], "bias_tokens": [3], "bias_values": [-math.inf]},
+            "logit_bias",
+        ),
+        ({"score_logits": [0], "score_targets": [4], "score_num_logprobs": [0]}, "scores"),
+        ({"init_rows": [0], "init_history": [3]}, "init_history"),
+        ({"awaits_mask": True}, "a grammar mask"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_features_that_come_later_are_refused_by_name(served, changes, name):
+    """Silently ignoring a penalty would give wrong answers that nobody notices."""
+    it = served(llama)
+    plan = plan_of(
+        step_id=8,
+        **{
+            "token_ids": [1],
+            "rows": [0],
+            "query_start_loc": [0, 1],
+            "seq_lens": [1],
+            "table_start": [[0, 1]],
+            "blocks": [2],
+            "logits_indices": [0],
+            "sample_logits": [0],
+            "sample_rows": [0],
+            **changes,
+        },
+    )
+    with pytest.raises(ValueError, match=f"step 8 asks for {name}"):
+        it.runner.step(plan)
+
+
+def test_a_refused_plan_changes_nothing(served):
+    """The scheduler soft-resets the step's requests and goes on with the same pool."""
+    it = served(llama)
+    plan = plan_of(
+        copy=[[0, 5, 8]],
+        token_ids=[1],
+        rows=[0],
+        query_start_loc=[0, 1],
+        seq_lens=[1],
+        table_start=[[0, 1]],
+        blocks=[10**6],
+    )
+    it.runner.pool.blocks(0)[5] = 1.0
+    before = it.runner.pool.blocks(0).clone()
+    with pytest.raises(InvalidPlan, match="blocks must lie in"):
+        it.runner.step(plan)
+    assert torch.equal(it.runner.pool.blocks(0), before)
+
+
+def test_plans_as_they_arrive_are_read_only(served):
+    """Arrays of a received plan are views into its message, which nobody may write to."""
+    it = served(llama)
+    plan = it.planner.plan([(Request([1, 2, 3], 1, row=0), 3)])
+    for name in type(plan).__dataclass_fields__:
+        array = getattr(plan, name)
+        if isinstance(array, np.ndarray):
+            array.flags.writeable = False
+    assert it.runner.step(plan).is_finite.tolist() == [1]

@@ -1,0 +1,134 @@
+"""`python -m worker --connect ipc:///run/chairlift/worker.sock`: one worker process.
+
+Where to connect is all it is told here; model, device and sizes come from the scheduler.
+SIGTERM and SIGINT end it at once with exit code 0: whatever it was computing, the scheduler can
+have it computed again. Exit code 2 means that the model cannot be loaded here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
+from typing import Any
+
+from protos import link_pb2
+from worker import systemd
+from worker.curve import CurveKeys
+from worker.link import PROTOCOL, Link
+from worker.loop import EXIT_CANNOT_LOAD, Progress, Runner, serve
+
+logger = logging.getLogger("worker")
+
+LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    logging.basicConfig(format=LOG_FORMAT, level=options.log_level.upper(), stream=sys.stderr)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, _stop)
+    link = None
+    reason = "the worker failed"
+    try:
+        if not sys.stderr.isatty():
+            # transformers' progress bars; in a log they are noise, and our own lines tell the same
+            os.environ.setdefault("TQDM_DISABLE", "1")
+        import torch  # seconds; after the signals, so that Ctrl-C is clean from the start
+
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        keys = CurveKeys.from_environment()
+        if keys is None and options.connect.startswith("tcp://"):
+            logger.warning("%s without CURVE keys: whoever can reach it sees every prompt (%s)",
+                           options.connect, "python -m pydoc worker.curve")  # fmt: skip
+        link = Link(options.connect, hello(), keys)
+        systemd.notify("READY=1")
+        code = serve(link, build)
+        reason = "the model cannot be loaded"
+        return code
+    except SystemExit:
+        reason = "the worker was told to stop"
+        raise
+    except (ValueError, OSError) as error:
+        logger.error("%s", error)
+        return EXIT_CANNOT_LOAD
+    finally:
+        systemd.notify("STOPPING=1")
+        if link is not None:
+            link.close(reason)
+        logger.info("%s", reason)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m worker",
+        description="Run the model for a scheduler, which says which one.",
+    )
+    parser.add_argument(
+        "--connect", required=True, metavar="ADDRESS", help="ipc://PATH or tcp://HOST:PORT"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=0, metavar="N", help="CPU threads (0: as configured)"
+    )
+    parser.add_argument(
+        "--log-level", default="info", choices=["debug", "info", "warning", "error"]
+    )
+    options = parser.parse_args(arguments)
+    if not options.connect.startswith(("ipc://", "tcp://")):
+        parser.error(f"--connect is {options.connect!r}; allowed: ipc://PATH or tcp://HOST:PORT")
+    if options.threads < 0:
+        parser.error(f"--threads is {options.threads}; allowed: 0 or more")
+    return options
+
+
+def build(configure: link_pb2.Configure, progress: Progress) -> Runner:
+    """Loads the model and allocates its KV pool."""
+    from worker.load import load_model
+    from worker.runner import Runner as ModelRunner
+
+    return ModelRunner(load_model(configure, progress), configure)
+
+
+def hello() -> link_pb2.Hello:
+    """Who and where this is, and the memory of the device that `device = auto` would take."""
+    total, available = _memory()
+    try:
+        own_version = version("chairlift")
+    except PackageNotFoundError:  # run from a source tree
+        own_version = "unknown"
+    return link_pb2.Hello(
+        protocol=PROTOCOL,
+        version=own_version,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        memory_total=total,
+        memory_available=available,
+    )
+
+
+def _memory() -> tuple[int, int]:
+    """(total, available) bytes."""
+    import psutil  # type: ignore[import-untyped]  # its stubs are no dependency
+    import torch
+
+    if torch.cuda.is_available():
+        available, total = torch.cuda.mem_get_info()
+        return total, available
+    memory = psutil.virtual_memory()
+    return memory.total, memory.available
+
+
+def _stop(signum: int, frame: FrameType | Any) -> None:
+    for other in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(other, signal.SIG_IGN)  # stopping already
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""The CPU backend: calls the C kernel through ctypes.
+
+Owns: handing tensors over as pointers, lengths and strides. Does not own: arithmetic (paged.c),
+building it (build.py), or when to use it (worker/attention/__init__.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+import torch
+
+from worker.attention.interface import AttentionCall, GroupTables, StepContext
+
+_DTYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+SUPPORTED_DTYPES: Final = tuple(_DTYPES)
+
+
+class CpuBackend:
+    """Attention in C. Bitwise independent of batching and chunking."""
+
+    name = "cpu"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._write = library.write_kv
+        self._write.restype = None
+        self._attend = library.attend
+        self._attend.restype = ctypes.c_int
+
+    def write(
+        self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, tables: GroupTables
+    ) -> None:
+        key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+        strides = (ctypes.c_int64 * 4)(*key.stride()[:2], *value.stride()[:2])
+        self._write(
+            ctypes.byref(_layer(pages)),
+            ctypes.c_void_p(key.data_ptr()),
+            ctypes.c_void_p(value.data_ptr()),
+            strides,
+            ctypes.c_void_p(tables.slot_mapping.data_ptr()),
+            ctypes.c_int64(key.shape[0]),
+            torch.get_num_threads(),
+        )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        context: StepContext,
+        tables: GroupTables,
+        call: AttentionCall,
+    ) -> torch.Tensor:
+        if query.stride(-1) != 1:
+            query = query.contiguous()
+        out = torch.empty(query.shape, dtype=query.dtype)
+        sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
+        asked = _Queries(
+            q=query.data_ptr(),
+            token_stride=query.stride(0),
+            head_stride=query.stride(1),
+            num_heads=query.shape[1],
+            out=out.data_ptr(),
+            sinks=None if sinks is None else sinks.data_ptr(),
+            scaling=call.scaling,
+            softcap=call.softcap,
+            sliding_window=call.sliding_window,
+        )
+        lengths = _Tables(
+            num_requests=len(context.seq_lens),
+            query_start_loc=context.query_start_loc.data_ptr(),
+            seq_lens=context.seq_lens.data_ptr(),
+            table_start=tables.table_start.data_ptr(),
+            blocks=tables.blocks.data_ptr(),
+            first_positions=tables.first_positions.data_ptr(),
+        )
+        if self._attend(
+            ctypes.byref(_layer(pages)),
+            ctypes.byref(asked),
+            ctypes.byref(lengths),
+            torch.get_num_threads(),
+        ):
+            raise MemoryError("no memory for the attention kernel's tiles")
+        return out
+
+
+class _Layer(ctypes.Structure):  # struct kv_layer
+    _fields_ = [
+        ("pages", ctypes.c_void_p),
+        ("block_stride", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int64),
+        ("page_size", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+    ]
+
+
+class _Queries(ctypes.Structure):  # struct queries
+    _fields_ = [
+        ("q", ctypes.c_void_p),
+        ("token_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("sliding_window", ctypes.c_int64),
+    ]
+
+
+class _Tables(ctypes.Structure):  # struct tables
+    _fields_ = [
+        ("num_requests", ctypes.c_int64),
+        ("query_start_loc", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("table_start", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+        ("first_positions", ctypes.c_void_p),
+    ]
+
+
+def _layer(pages: torch.Tensor) -> _Layer:
+    _, _, num_kv_heads, page_size, head_dim = pages.shape
+    return _Layer(
+        pages=pages.data_ptr(),
+        block_stride=pages.stride(0),
+        num_kv_heads=num_kv_heads,
+        page_size=page_size,
+        head_dim=head_dim,
+        dtype=_DTYPES[pages.dtype],
+    )

@@ -1,0 +1,180 @@
+"""The attention function that transformers models call, and what it needs to know of a step.
+
+A model calls `chairlift_paged` once per layer, without a cache and without a mask. What the call
+cannot carry (some models drop keyword arguments) lies in a module-level variable for the length of
+one forward: the StepContext. The function writes the layer's new keys and values into the pool
+through slot_mapping, then lets the backend attend through the block tables.
+
+Owns: the registration, the context, the seam between model and backend. Does not own: arithmetic
+(reference.py, cpu.py), or how a plan becomes tables (worker/inputs.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import nn
+
+from worker.inputs import StepInputs
+from worker.kv_pool import KvPool
+
+# Must not contain `flash`, `sdpa` or `flex_attention`, nor look like `org/name`: transformers
+# treats such names in special ways.
+ATTENTION_NAME: Final = "chairlift_paged"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupTables:
+    """One cache group's tables on the device. R requests, T tokens, padding included."""
+
+    table_start: torch.Tensor  # int32 [R+1] into blocks
+    blocks: torch.Tensor  # int32 [B]
+    first_positions: torch.Tensor  # int32 [R] token position at which the table starts
+    slot_mapping: torch.Tensor  # int64 [T] block * page_size + offset
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What a layer asks of its attention beside tensors."""
+
+    scaling: float
+    sliding_window: int = 0  # 0 = none; counts the current token
+    softcap: float = 0.0  # 0 = none; else scores become softcap * tanh(score / softcap)
+    sinks: torch.Tensor | None = None  # [H] one more softmax logit per head, without a value
+
+
+class AttentionBackend(Protocol):
+    """Reads and writes one layer's pages [num_blocks, 2, Hkv, page_size, D].
+
+    `context` holds the step's lengths, `tables` those of the layer's cache group.
+    """
+
+    name: str
+
+    def write(
+        self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, tables: GroupTables
+    ) -> None:
+        """Put key and value [T, Hkv, D] into their slots."""
+        ...
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        context: StepContext,
+        tables: GroupTables,
+        call: AttentionCall,
+    ) -> torch.Tensor:
+        """Causal attention of query [T, H, D] over what its request's table names: [T, H, D]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepContext:
+    """One forward's metadata. R requests, padding included."""
+
+    backend: AttentionBackend
+    pool: KvPool
+    query_start_loc: torch.Tensor  # int32 [R+1]
+    seq_lens: torch.Tensor  # int32 [R]
+    groups: tuple[GroupTables, ...]
+    on_host: StepInputs  # the same as numpy arrays, for backends that loop over requests
+
+    def attend_layer(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+    ) -> torch.Tensor:
+        """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
+        group, pages = self.pool.layer_views(layer_index(module))
+        window = self.pool.geometry.groups[group].sliding_window
+        if call.sliding_window != window:
+            # some models apply the window through a mask only: the config decides
+            call = AttentionCall(call.scaling, window, call.softcap, call.sinks)
+        tables = self.groups[group]
+        self.backend.write(key[0].transpose(0, 1), value[0].transpose(0, 1), pages, tables)
+        return self.backend.attend(query[0].transpose(0, 1), pages, self, tables, call)[None]
+
+
+class LayerHandler(Protocol):
+    """What answers a layer's call: a StepContext, or the probe of model_check.py."""
+
+    def attend_layer(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+    ) -> torch.Tensor: ...
+
+
+_handler: LayerHandler | None = None
+
+
+@contextmanager
+def answering(handler: LayerHandler) -> Iterator[None]:
+    """While this holds, `handler` answers the attention calls of the model that runs.
+
+    One forward at a time in a process; a second one inside the first is a bug.
+    """
+    global _handler
+    if _handler is not None:
+        raise RuntimeError("a forward began while another one was running in this process")
+    _handler = handler
+    try:
+        yield
+    finally:
+        _handler = None
+
+
+def chairlift_paged(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: [1, H, T, D] and [1, Hkv, T, D] in, [1, T, H, D] out."""
+    if _handler is None:
+        raise RuntimeError(f"{ATTENTION_NAME} was called outside of a step: there is no context")
+    if attention_mask is not None:
+        raise RuntimeError(
+            f"{type(module).__name__} passes an attention mask; {ATTENTION_NAME} serves causal "
+            f"attention only"
+        )
+    call = AttentionCall(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        sliding_window=sliding_window or 0,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+    )
+    return _handler.attend_layer(module, query, key, value, call), None
+
+
+def register() -> None:
+    """Make the function known to transformers. No mask function is registered under its name, so
+    that models create no masks."""
+    from transformers import AttentionInterface  # heavy, and needed here only
+
+    AttentionInterface.register(ATTENTION_NAME, chairlift_paged)
+
+
+def layer_index(module: nn.Module) -> int:
+    """The layer that an attention module belongs to."""
+    index = getattr(module, "layer_idx", None)
+    if not isinstance(index, int):
+        raise RuntimeError(f"{type(module).__name__} does not know its layer_idx")
+    return index

@@ -1,0 +1,113 @@
+"""The reference backend: gather each request's keys, then plain attention. Any device and dtype.
+
+The oracle that other backends are compared with, and the fallback where they cannot run. Request
+by request, because padding SDPA over a batch is far slower. Masks are explicit: SDPA's `is_causal`
+aligns top-left, which is wrong for a chunk that continues a prompt.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from worker.attention.interface import AttentionCall, GroupTables, StepContext
+
+
+class ReferenceBackend:
+    name = "reference"
+
+    def write(
+        self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, tables: GroupTables
+    ) -> None:
+        page_size = pages.shape[3]
+        blocks = torch.div(tables.slot_mapping, page_size, rounding_mode="floor")
+        places = tables.slot_mapping % page_size
+        pages[:, 0][blocks, :, places] = key
+        pages[:, 1][blocks, :, places] = value
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        context: StepContext,
+        tables: GroupTables,
+        call: AttentionCall,
+    ) -> torch.Tensor:
+        group = next(
+            host
+            for host, device in zip(context.on_host.groups, context.groups, strict=True)
+            if device is tables
+        )
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        starts = context.on_host.query_start_loc.tolist()
+        table_start = group.table_start.tolist()
+        for r, seq_len in enumerate(context.on_host.seq_lens.tolist()):
+            first = int(group.first_positions[r])
+            table = tables.blocks[table_start[r] : table_start[r + 1]]
+            keys, values = gather(pages, table, seq_len - first)
+            span = slice(starts[r], starts[r + 1])
+            out[span] = attend_one(query[span], keys, values, first, seq_len, call)
+        return out
+
+
+def gather(
+    pages: torch.Tensor, table: torch.Tensor, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [Hkv, num_tokens, D] of the blocks [B] that a table names."""
+    page_size = pages.shape[3]
+    needed = (num_tokens + page_size - 1) // page_size
+    found = pages[table[:needed].long()]  # [blocks, 2, Hkv, page, D]
+    found = found.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :num_tokens]
+    return found[0], found[1]
+
+
+def attend_one(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    first_position: int,
+    seq_len: int,
+    call: AttentionCall,
+) -> torch.Tensor:
+    """One request: query [q, H, D] at the last q positions before seq_len; keys and values
+    [Hkv, n, D] from first_position on. Returns [q, H, D]."""
+    num_queries = query.shape[0]
+    position = torch.arange(seq_len - num_queries, seq_len, device=query.device)[:, None]
+    key_position = torch.arange(first_position, seq_len, device=query.device)[None]
+    visible = key_position <= position
+    if call.sliding_window:
+        visible &= key_position > position - call.sliding_window
+    if call.softcap or call.sinks is not None:
+        return _attend_explicitly(query, keys, values, visible, call)
+    heads_first = query.transpose(0, 1)
+    attended = F.scaled_dot_product_attention(
+        heads_first[None],
+        keys[None],
+        values[None],
+        attn_mask=visible,
+        scale=call.scaling,
+        enable_gqa=keys.shape[0] != heads_first.shape[0],
+    )
+    return attended[0].transpose(0, 1)
+
+
+def _attend_explicitly(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    call: AttentionCall,
+) -> torch.Tensor:
+    """What SDPA cannot do: capped scores, and a sink that takes weight and gives no value."""
+    grouped = query.shape[1] // keys.shape[0]
+    keys, values = (tensor.repeat_interleave(grouped, dim=0) for tensor in (keys, values))
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = query.transpose(0, 1).to(wide) @ keys.transpose(1, 2).to(wide) * call.scaling
+    if call.softcap:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if call.sinks is not None:
+        sinks = call.sinks.to(wide)[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : keys.shape[1]]
+    return (weights @ values.to(wide)).transpose(0, 1).to(query.dtype)

@@ -1,0 +1,148 @@
+/* Vectors of eight floats, an exponential, and the 16-bit formats, for paged.c.
+ *
+ * Written out with the vector extensions of gcc and clang, so that every sum has one fixed order;
+ * x86 intrinsics only where the generic form is slow. Conversions are per element.
+ */
+#pragma once
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
+
+#define LANES 8
+#define INLINE static inline __attribute__((always_inline))
+
+enum { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
+
+typedef float vec __attribute__((vector_size(32)));
+typedef float vec_unaligned __attribute__((vector_size(32), aligned(4)));
+typedef int32_t ivec __attribute__((vector_size(32)));
+
+INLINE vec load(const float *p) { return *(const vec_unaligned *)p; }
+INLINE void store(float *p, vec a) { *(vec_unaligned *)p = a; }
+INLINE vec splat(float a) { return (vec){a, a, a, a, a, a, a, a}; }
+INLINE vec pick(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
+
+INLINE vec fma8(vec a, vec b, vec c) {
+#ifdef __FMA__
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c; /* fused or not is the compiler's choice, but the same choice everywhere */
+#endif
+}
+
+/* ((a0+a1)+(a2+a3)) + ((a4+a5)+(a6+a7)) of each of four vectors */
+INLINE void sum_lanes4(const vec a[4], float *out) {
+#ifdef __AVX__
+  __m256 t = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1)));
+#else
+  for (int i = 0; i < 4; i++)
+    out[i] = ((a[i][0] + a[i][1]) + (a[i][2] + a[i][3])) + ((a[i][4] + a[i][5]) + (a[i][6] + a[i][7]));
+#endif
+}
+
+INLINE float sum_lanes(vec a) {
+  return ((a[0] + a[1]) + (a[2] + a[3])) + ((a[4] + a[5]) + (a[6] + a[7]));
+}
+
+INLINE float max_lanes(vec a) {
+  float m = a[0];
+  for (int i = 1; i < LANES; i++)
+    if (a[i] > m) m = a[i];
+  return m;
+}
+
+/* e^x to about 1e-7; 0 below -87; the argument is split as n ln 2 + r (Cephes, expf) */
+INLINE vec exp8(vec x) {
+  const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+  ivec tiny = x < splat(-87.0f);
+  x = pick(x > splat(88.0f), splat(88.0f), x);
+  vec shifted = fma8(x, splat(1.44269504088896341f), splat(shift));
+  vec n = shifted - splat(shift);
+  vec r = fma8(n, splat(-0.693359375f), x);
+  r = fma8(n, splat(2.12194440e-4f), r);
+  vec p = splat(1.9875691500e-4f);
+  p = fma8(p, r, splat(1.3981999507e-3f));
+  p = fma8(p, r, splat(8.3334519073e-3f));
+  p = fma8(p, r, splat(4.1665795894e-2f));
+  p = fma8(p, r, splat(1.6666665459e-1f));
+  p = fma8(p, r, splat(5.0000001201e-1f));
+  p = fma8(p, r * r, r + splat(1.0f));
+  ivec exponent = ((ivec)shifted - (ivec)splat(shift) + 127) << 23;
+  return pick(tiny, splat(0.0f), p * (vec)exponent);
+}
+
+/* cap * tanh(x / cap) */
+INLINE vec soft_cap(vec x, float cap) {
+  vec e = exp8(x * splat(2.0f / cap));
+  return splat(cap) * (splat(1.0f) - splat(2.0f) / (e + splat(1.0f)));
+}
+
+/* ---- 16-bit formats --------------------------------------------------------------------- */
+
+INLINE float as_float(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+INLINE uint32_t as_bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
+
+INLINE float from_bfloat16(uint16_t half) { return as_float((uint32_t)half << 16); }
+
+INLINE uint16_t to_bfloat16(float value) { /* to nearest, ties to even; NaN stays NaN */
+  const uint32_t bits = as_bits(value);
+  if (value != value) return 0x7fc0;
+  return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+/* float16 in plain C, after Marat Dukhan's FP16 (MIT): compilers before gcc 12 lack _Float16 */
+INLINE float from_float16(uint16_t half) {
+  const uint32_t wide = (uint32_t)half << 16, twice = wide + wide;
+  const float normal = as_float((twice >> 4) + (0xe0u << 23)) * 0x1.0p-112f;
+  const float subnormal = as_float((twice >> 17) | (126u << 23)) - 0.5f;
+  return as_float((wide & 0x80000000u) | as_bits(twice < (1u << 27) ? subnormal : normal));
+}
+
+INLINE uint16_t to_float16(float value) { /* to nearest, ties to even */
+  const uint32_t bits = as_bits(value), twice = bits + bits, sign = bits & 0x80000000u;
+  if (twice > 0xff000000u) return (uint16_t)((sign >> 16) | 0x7e00); /* NaN */
+  uint32_t bias = twice & 0xff000000u;
+  if (bias < 0x71000000u) bias = 0x71000000u;
+  const float scaled = as_float(bits & 0x7fffffffu) * 0x1.0p+112f * 0x1.0p-110f;
+  const uint32_t rounded = as_bits(as_float((bias >> 1) + 0x07800000u) + scaled);
+  return (uint16_t)((sign >> 16) | (((rounded >> 13) & 0x7c00u) + (rounded & 0xfffu)));
+}
+
+static void widen(const void *from, float *to, int n, int dtype) {
+  if (dtype == FLOAT32) {
+    memcpy(to, from, sizeof(float) * (size_t)n);
+  } else if (dtype == BFLOAT16) {
+    const uint16_t *p = from;
+    for (int i = 0; i < n; i++) to[i] = from_bfloat16(p[i]);
+  } else {
+    const uint16_t *p = from;
+    int i = 0;
+#ifdef __F16C__
+    for (; i + LANES <= n; i += LANES)
+      _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + i))));
+#endif
+    for (; i < n; i++) to[i] = from_float16(p[i]);
+  }
+}
+
+static void narrow(const float *from, void *to, int n, int dtype) {
+  if (dtype == FLOAT32) {
+    memcpy(to, from, sizeof(float) * (size_t)n);
+  } else if (dtype == BFLOAT16) {
+    for (int i = 0; i < n; i++) ((uint16_t *)to)[i] = to_bfloat16(from[i]);
+  } else {
+    for (int i = 0; i < n; i++) ((uint16_t *)to)[i] = to_float16(from[i]);
+  }
+}

@@ -1,0 +1,171 @@
+"""The shape of a model's KV cache: layers, cache groups, and the sizes of page, block and chunk.
+
+Owns: which layers share a block table, and the arithmetic page -> block -> chunk. Pure: it reads a
+transformers config's attributes and imports neither torch nor transformers. Does not own: the
+memory itself (kv_pool.py), how many chunks fit (memory.py), what is refused for other reasons
+(model_check.py).
+
+    page  = 2 * num_kv_heads * head_dim * itemsize * page_size   K, then V, of one layer
+    block = page * layers of the group                           what a block table entry names
+    chunk = a whole number of blocks of every group              the pool's unit
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from protos.plan import NUM_RESERVED_CHUNKS, PADDING_READ_CHUNK, PADDING_WRITE_CHUNK
+
+FULL_ATTENTION: Final = "full_attention"
+SLIDING_ATTENTION: Final = "sliding_attention"
+SERVED_KINDS: Final = (FULL_ATTENTION,)
+
+
+class UnsupportedModel(ValueError):
+    """This model cannot be served; the message names it and says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers of one attention type, which share one block table."""
+
+    kind: str  # FULL_ATTENTION or SLIDING_ATTENTION
+    layers: tuple[int, ...]  # indices of the model's layers, in pool order
+    sliding_window: int  # 0 for full attention; counts the current token
+    blocks_per_chunk: int
+
+    @property
+    def padding_read_block(self) -> int:
+        """The block that padding reads: always zero."""
+        return PADDING_READ_CHUNK * self.blocks_per_chunk
+
+    @property
+    def padding_write_block(self) -> int:
+        """The block that takes the writes of padding."""
+        return PADDING_WRITE_CHUNK * self.blocks_per_chunk
+
+    @property
+    def first_block(self) -> int:
+        """The first block that a request may own."""
+        return NUM_RESERVED_CHUNKS * self.blocks_per_chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Everything about the KV cache that does not depend on how much memory there is."""
+
+    groups: tuple[CacheGroup, ...]
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int  # tokens
+    itemsize: int  # bytes of one number
+
+    @property
+    def page_bytes(self) -> int:
+        """K and V of one layer for page_size tokens."""
+        return 2 * self.num_kv_heads * self.head_dim * self.itemsize * self.page_size
+
+    def block_bytes(self, group: CacheGroup) -> int:
+        return self.page_bytes * len(group.layers)
+
+    @property
+    def chunk_bytes(self) -> int:
+        group = self.groups[0]
+        return self.block_bytes(group) * group.blocks_per_chunk
+
+    @property
+    def model_block_bytes(self) -> int:
+        """page_size tokens of all layers: what `num_blocks` of the configuration counts."""
+        return self.page_bytes * self.num_layers
+
+    def chunks_for_tokens(self, num_tokens: int) -> int:
+        """Chunks that one request of num_tokens tokens can fill at most, over all groups."""
+        pages = math.ceil(num_tokens / self.page_size)
+        return sum(math.ceil(pages / group.blocks_per_chunk) for group in self.groups)
+
+    def chunks_for_blocks(self, num_blocks: int) -> int:
+        """Chunks that hold num_blocks whole-model blocks, the reserved ones not counted."""
+        return max(1, math.ceil(num_blocks * self.model_block_bytes / self.chunk_bytes))
+
+
+def layer_kinds(text_config: Any) -> tuple[str, ...]:
+    """The attention type of every layer: `layer_types` wins; else a window means all sliding;
+    else all are full (the rule that transformers' own caches follow)."""
+    num_layers: int = text_config.num_hidden_layers
+    layer_types = getattr(text_config, "layer_types", None)
+    if layer_types is not None:
+        if len(layer_types) < num_layers:
+            raise UnsupportedModel(
+                f"{text_config.model_type}: layer_types names {len(layer_types)} layers, "
+                f"num_hidden_layers is {num_layers}"
+            )
+        return tuple(layer_types[:num_layers])
+    kind = SLIDING_ATTENTION if getattr(text_config, "sliding_window", None) else FULL_ATTENTION
+    return (kind,) * num_layers
+
+
+def geometry_of(text_config: Any, page_size: int, itemsize: int) -> Geometry:
+    """The geometry of a model, from its transformers text config.
+
+    Raises UnsupportedModel for layer types that are not served, ValueError for a page_size < 1.
+    """
+    if page_size < 1:
+        raise ValueError(f"page_size is {page_size}; it must be at least 1")
+    kinds = layer_kinds(text_config)
+    for kind in dict.fromkeys(kinds):
+        if kind not in SERVED_KINDS:
+            raise UnsupportedModel(_refusal(text_config, kind))
+    num_heads = text_config.num_attention_heads
+    num_kv_heads = getattr(text_config, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // num_heads
+    for name, value in (("num_key_value_heads", num_kv_heads), ("head_dim", head_dim)):
+        if not isinstance(value, int):
+            raise UnsupportedModel(
+                f"{text_config.model_type}: {name} is {value!r}; it must be one number for all "
+                f"layers"
+            )
+    return Geometry(
+        groups=_tile(kinds, getattr(text_config, "sliding_window", None) or 0),
+        num_layers=len(kinds),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        itemsize=itemsize,
+    )
+
+
+def _tile(kinds: Sequence[str], sliding_window: int) -> tuple[CacheGroup, ...]:
+    """One group per kind, full attention first. All layers' pages have the same size, so the
+    smallest chunk that every group's blocks tile is the least common multiple of layer counts."""
+    layers = {
+        kind: tuple(index for index, of_layer in enumerate(kinds) if of_layer == kind)
+        for kind in (FULL_ATTENTION, SLIDING_ATTENTION)
+        if kind in kinds
+    }
+    layers_per_chunk = math.lcm(*(len(indices) for indices in layers.values()))
+    return tuple(
+        CacheGroup(
+            kind=kind,
+            layers=indices,
+            sliding_window=sliding_window if kind == SLIDING_ATTENTION else 0,
+            blocks_per_chunk=layers_per_chunk // len(indices),
+        )
+        for kind, indices in layers.items()
+    )
+
+
+def _refusal(text_config: Any, kind: str) -> str:
+    allowed = " or ".join(SERVED_KINDS)
+    if kind == SLIDING_ATTENTION:
+        return (
+            f"{text_config.model_type}: layers with a sliding window "
+            f"(sliding_window is {text_config.sliding_window}) are not served yet; sliding windows "
+            f"come later, every layer must be {allowed}"
+        )
+    return f"{text_config.model_type}: layer type {kind!r} is not served; allowed is {allowed}"

@@ -1,0 +1,195 @@
+"""From a plan to what the model and the attention need: positions, slots, padding. numpy only.
+
+Owns: deriving positions and slot_mapping, appending padding, and refusing plans that would read
+or write outside of what their tables say. Does not own: device tensors (runner.py), sampling
+parameters (they go to the sampler as they came).
+
+Padding is appended as requests of one token each: token 0 at position 0, which reads the reserved
+read block and writes into the reserved write block. Never -1: plain indexing would wrap round and
+corrupt the last block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from protos.plan import Int32, StepPlan
+from worker.geometry import CacheGroup
+
+Int64 = npt.NDArray[np.int64]
+
+
+class InvalidPlan(ValueError):
+    """A plan contradicts itself or the pool; running it would corrupt the cache."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupInputs:
+    """One cache group's tables. R requests and T tokens, padding included."""
+
+    table_start: Int32  # [R+1] into blocks
+    blocks: Int32  # [B]
+    first_positions: Int32  # [R] token position at which the table starts
+    slot_mapping: Int64  # [T] block * page_size + offset: where the token's K and V go
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """One step's inputs. R requests, T tokens and L logits, padding included (and last)."""
+
+    num_tokens: int  # of the plan, without padding; likewise the next two
+    num_requests: int
+    num_logits: int
+    token_ids: Int32  # [T] UNKNOWN_TOKEN = the last sampled token of token_rows
+    token_rows: Int32  # [T] 0 for padding
+    positions: Int32  # [T]
+    query_start_loc: Int32  # [R+1]
+    seq_lens: Int32  # [R]
+    logits_indices: Int32  # [L]
+    groups: tuple[GroupInputs, ...]
+
+
+def prepare_inputs(
+    plan: StepPlan,
+    groups: Sequence[CacheGroup],
+    num_blocks: Sequence[int],
+    page_size: int,
+    *,
+    row_multiple: int = 1,
+) -> StepInputs:
+    """What the forward of `plan` needs; its token rows and its logits rows are each padded to a
+    multiple of row_multiple. Where there are none, none are added.
+
+    `num_blocks` is the pool's count per group. Raises InvalidPlan.
+    """
+    _check_shape(plan, len(groups))
+    _check_copies(plan, groups, num_blocks)
+    query_lens = np.diff(plan.query_start_loc)
+    num_tokens, num_requests = len(plan.token_ids), len(plan.rows)
+    num_padding = -num_tokens % row_multiple
+    # position = seq_len - query_len + place within the query
+    starts = plan.seq_lens - plan.query_start_loc[1:]
+    positions = np.repeat(starts, query_lens) + np.arange(num_tokens, dtype=np.int32)
+    # any row will do for logits that are thrown away
+    num_spare_logits = -len(plan.logits_indices) % row_multiple
+    logits_indices = _append(plan.logits_indices, [0] * num_spare_logits)
+    padding = np.arange(1, num_padding + 1, dtype=np.int32)
+    return StepInputs(
+        num_tokens=num_tokens,
+        num_requests=num_requests,
+        num_logits=len(plan.logits_indices),
+        token_ids=_append(plan.token_ids, 0 * padding),
+        token_rows=_append(np.repeat(plan.rows, query_lens), 0 * padding),
+        positions=_append(positions, 0 * padding),
+        query_start_loc=_append(plan.query_start_loc, num_tokens + padding),
+        seq_lens=_append(plan.seq_lens, 0 * padding + 1),
+        logits_indices=logits_indices,
+        groups=tuple(
+            _group_inputs(plan, index, group, num_blocks[index], page_size, positions, padding)
+            for index, group in enumerate(groups)
+        ),
+    )
+
+
+def _group_inputs(
+    plan: StepPlan,
+    index: int,
+    group: CacheGroup,
+    num_blocks: int,
+    page_size: int,
+    positions: Int32,
+    padding: Int32,
+) -> GroupInputs:
+    first, last = plan.table_start[index, 0], plan.table_start[index, -1]
+    blocks = plan.blocks[first:last]
+    table_start = plan.table_start[index] - first
+    first_positions = plan.first_positions[index]
+    _check_tables(plan, index, group, num_blocks, page_size, table_start, blocks)
+
+    query_lens = np.diff(plan.query_start_loc)
+    places = positions - np.repeat(first_positions, query_lens)  # within the request's table
+    entries = np.repeat(table_start[:-1], query_lens) + places // page_size
+    slot_mapping = blocks[entries].astype(np.int64) * page_size + places % page_size
+    # spread over the page, so that threads writing padding seldom meet in one cache line
+    padding_slots = group.padding_write_block * page_size + padding.astype(np.int64) % page_size
+    return GroupInputs(
+        table_start=_append(table_start, len(blocks) + padding),
+        blocks=_append(blocks, [group.padding_read_block] * len(padding)),
+        first_positions=_append(first_positions, 0 * padding),
+        slot_mapping=np.concatenate([slot_mapping, padding_slots]),
+    )
+
+
+def _check_shape(plan: StepPlan, num_groups: int) -> None:
+    if len(plan.table_start) != num_groups:
+        raise InvalidPlan(
+            f"the plan has tables of {len(plan.table_start)} cache groups; the model has "
+            f"{num_groups}"
+        )
+    query_lens = np.diff(plan.query_start_loc)
+    ends = (plan.query_start_loc[0], plan.query_start_loc[-1])
+    if ends != (0, len(plan.token_ids)) or np.any(query_lens < 1):
+        raise InvalidPlan(
+            f"query_start_loc is {plan.query_start_loc.tolist()}; it must rise from 0 to the "
+            f"{len(plan.token_ids)} tokens of the plan"
+        )
+    if np.any(plan.seq_lens < query_lens):
+        raise InvalidPlan(
+            f"seq_lens {plan.seq_lens.tolist()} are below the queries' lengths "
+            f"{query_lens.tolist()}"
+        )
+    for name, indices, limit in (
+        ("logits_indices", plan.logits_indices, len(plan.token_ids)),
+        ("sample_logits", plan.sample_logits, len(plan.logits_indices)),
+    ):
+        if len(indices) and not (indices.min() >= 0 and indices.max() < limit):
+            raise InvalidPlan(f"{name} must lie in 0..{limit - 1}, but are {indices.tolist()}")
+
+
+def _check_copies(plan: StepPlan, groups: Sequence[CacheGroup], num_blocks: Sequence[int]) -> None:
+    for index, source, target in plan.copy.tolist():
+        if not 0 <= index < len(groups):
+            raise InvalidPlan(f"a copy names cache group {index} of {len(groups)}")
+        first, last = groups[index].first_block, num_blocks[index] - 1
+        if not (first <= source <= last and first <= target <= last):
+            raise InvalidPlan(
+                f"cache group {index}: a copy from block {source} to {target} leaves the blocks "
+                f"{first}..{last}"
+            )
+
+
+def _check_tables(
+    plan: StepPlan,
+    index: int,
+    group: CacheGroup,
+    num_blocks: int,
+    page_size: int,
+    table_start: Int32,
+    blocks: Int32,
+) -> None:
+    if len(blocks) and not (blocks.min() >= group.first_block and blocks.max() < num_blocks):
+        raise InvalidPlan(
+            f"cache group {index}: blocks must lie in {group.first_block}..{num_blocks - 1}, but "
+            f"range over {blocks.min()}..{blocks.max()}"
+        )
+    first_positions = plan.first_positions[index]
+    covered = first_positions + np.diff(table_start) * page_size
+    query_starts = plan.seq_lens - np.diff(plan.query_start_loc)
+    bad = (covered < plan.seq_lens) | (first_positions < 0) | (first_positions > query_starts)
+    if group.sliding_window == 0:
+        bad |= first_positions != 0
+    if np.any(bad):
+        place = int(np.argmax(bad))
+        raise InvalidPlan(
+            f"cache group {index}: the table of row {plan.rows[place]} covers positions "
+            f"{first_positions[place]}..{covered[place] - 1}, but the step computes "
+            f"{query_starts[place]}..{plan.seq_lens[place] - 1}"
+        )
+
+
+def _append(array: npt.NDArray[np.int32], more: npt.ArrayLike) -> Int32:
+    return np.concatenate([array, np.asarray(more, np.int32)])

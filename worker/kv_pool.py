@@ -1,0 +1,77 @@
+"""The KV memory: one zero-filled tensor, seen as blocks of each cache group.
+
+Layout: `[block][layer][K, V][kv_head][page][head_dim]`. Block-major, so that a block is one
+contiguous run and moving it is a plain copy; keys of one head and page lie together, which is the
+fast order for attention. Block b of a group lies in chunk `b // blocks_per_chunk`; all groups see
+the same bytes, and the scheduler sees to it that a chunk belongs to one group at a time.
+
+Owns: allocation, the views, copies of blocks. Does not own: which block belongs to whom (the
+scheduler), how many chunks there are (memory.py).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from protos.plan import Int32
+from worker.geometry import Geometry
+
+
+class KvPool:
+    """`num_chunks` chunks, the two reserved ones included, zero-filled."""
+
+    def __init__(
+        self, geometry: Geometry, num_chunks: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        if dtype.itemsize != geometry.itemsize:
+            raise ValueError(f"{dtype} has {dtype.itemsize} bytes, geometry {geometry.itemsize}")
+        self.geometry = geometry
+        self.num_chunks = num_chunks
+        num_items = num_chunks * geometry.chunk_bytes // geometry.itemsize
+        # zeros, never empty: 0 * NaN of left-over memory would poison masked attention weights
+        self._memory = torch.zeros(num_items, dtype=dtype, device=device)
+        # per group [num_blocks, layers, 2, num_kv_heads, page_size, head_dim]
+        self._blocks = [
+            self._memory.view(
+                num_chunks * group.blocks_per_chunk,
+                len(group.layers),
+                2,
+                geometry.num_kv_heads,
+                geometry.page_size,
+                geometry.head_dim,
+            )
+            for group in geometry.groups
+        ]
+        self._layer_views = {
+            layer: (index, self._blocks[index][:, place])
+            for index, group in enumerate(geometry.groups)
+            for place, layer in enumerate(group.layers)
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.numel() * self._memory.itemsize
+
+    def num_blocks(self, group: int) -> int:
+        """Blocks of cache group `group`, those of the reserved chunks included."""
+        return self._blocks[group].shape[0]
+
+    def blocks(self, group: int) -> torch.Tensor:
+        """All blocks of a group: [num_blocks, layers, 2, num_kv_heads, page_size, head_dim]."""
+        return self._blocks[group]
+
+    def layer_views(self, layer_idx: int) -> tuple[int, torch.Tensor]:
+        """The layer's cache group, and its pages [num_blocks, 2, num_kv_heads, page_size,
+        head_dim]: a view that is strided in the first dimension only."""
+        return self._layer_views[layer_idx]
+
+    def copy_blocks(self, copy: Int32) -> None:
+        """Copy whole blocks, `copy` being [C, 3] (group, from block, to block).
+
+        The pairs are independent of each other: no destination is another pair's source.
+        """
+        for index, blocks in enumerate(self._blocks):
+            pairs = copy[copy[:, 0] == index]
+            if len(pairs):
+                source, target = torch.from_numpy(pairs[:, 1:].astype("int64").T).to(blocks.device)
+                blocks[target] = blocks[source]

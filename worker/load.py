@@ -1,0 +1,148 @@
+"""From a model's name to a model that is ready to run: weights, dtype, device, geometry.
+
+Owns: the order of loading, and what is decided on the way (dtype, device, max_model_len). Does not
+own: finding or converting the embedded model (embedded.py), reasons for refusal (model_check.py,
+geometry.py), KV memory (memory.py, kv_pool.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from protos import link_pb2
+from worker.attention.interface import ATTENTION_NAME, register
+from worker.geometry import Geometry, UnsupportedModel, geometry_of
+from worker.model_check import check_config, check_dense, probe
+
+__all__ = ["LoadedModel", "Progress", "UnsupportedModel", "load_folder", "load_model"]
+
+Progress = Callable[[str, float], None]  # (what is going on, share done from 0 to 1)
+
+_DTYPES: Final = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model in eval mode whose attention is ours, and the facts that the scheduler asks for."""
+
+    model: PreTrainedModel
+    model_path: str  # the folder or Hub id that tokenizer and configs are read from
+    model_type: str
+    architecture: str
+    vocab_size: int  # columns of the logits
+    max_model_len: int
+    dtype: torch.dtype
+    device: torch.device
+    geometry: Geometry
+
+
+def load_model(configure: link_pb2.Configure, progress: Progress) -> LoadedModel:
+    """Load what `configure.model` names: the embedded model's alias, a folder or a Hub id.
+
+    Raises UnsupportedModel (a ValueError) for a model that cannot be served, ValueError for a
+    setting that it does not have, OSError where it cannot be found or read.
+    """
+    from worker.embedded import resolve_model
+
+    return load_folder(resolve_model(configure.model, progress), configure, progress)
+
+
+def load_folder(path: str, configure: link_pb2.Configure, progress: Progress) -> LoadedModel:
+    """`load_model` for a folder or Hub id that is already resolved."""
+    if configure.num_threads > 0:
+        torch.set_num_threads(configure.num_threads)
+    progress("reading the configuration", 0.0)
+    config = AutoConfig.from_pretrained(path)
+    text_config = config.get_text_config()
+    check_config(text_config)
+    if configure.deterministic:
+        check_dense(text_config)
+    device = _device(configure.device)
+    dtype = _dtype(configure.dtype, text_config, device)
+    geometry = geometry_of(text_config, configure.page_size, dtype.itemsize)
+    max_model_len = _max_model_len(configure.max_model_len, text_config)
+
+    progress("loading weights", 0.1)
+    register()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
+    )
+    model.to(device).eval()  # type: ignore[arg-type]  # the decorator hides nn.Module.to
+    progress("checking the model", 0.9)
+    vocab_size = probe(model, geometry, device)
+    progress("loaded", 1.0)
+    return LoadedModel(
+        model=model,
+        model_path=path,
+        model_type=config.model_type,
+        architecture=type(model).__name__,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        device=device,
+        geometry=geometry,
+    )
+
+
+def _device(wanted: str) -> torch.device:
+    """ "" and auto: the first CUDA device if there is one, else the CPU."""
+    if wanted in ("", "auto"):
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise ValueError(
+            f"device is {wanted!r}; allowed are auto, cpu, cuda, cuda:N and mps"
+        ) from None
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ValueError(f"device is {wanted!r}, but this machine has {count} CUDA devices")
+        return torch.device("cuda", device.index or 0)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("device is 'mps', but this machine has none")
+    if device.type not in ("cpu", "mps"):
+        raise ValueError(f"device is {wanted!r}; allowed are auto, cpu, cuda, cuda:N and mps")
+    return device
+
+
+def _dtype(wanted: str, text_config: Any, device: torch.device) -> torch.dtype:
+    """ "" and auto: float32 on the CPU, where 16-bit arithmetic is slow; else the checkpoint's."""
+    if wanted in ("", "auto"):
+        checkpoint = getattr(text_config, "dtype", None)
+        if device.type != "cpu" and checkpoint in _DTYPES.values():
+            assert isinstance(checkpoint, torch.dtype)
+            return checkpoint
+        return torch.float32
+    if wanted not in _DTYPES:
+        raise ValueError(f"dtype is {wanted!r}; allowed are auto, {', '.join(_DTYPES)}")
+    return _DTYPES[wanted]
+
+
+def _max_model_len(wanted: int, text_config: Any) -> int:
+    """The smaller of what is asked for (0 = all) and what the model has."""
+    if wanted < 0:
+        raise ValueError(f"max_model_len is {wanted}; it must be at least 1, or 0 for the model's")
+    longest = getattr(text_config, "max_position_embeddings", None)
+    if longest is None:
+        if wanted == 0:
+            raise UnsupportedModel(
+                f"{text_config.model_type}: its configuration names no max_position_embeddings; "
+                f"set max_model_len"
+            )
+        return wanted
+    if wanted > longest:
+        raise ValueError(
+            f"max_model_len is {wanted}, but {text_config.model_type} reaches {longest} positions "
+            f"(max_position_embeddings)"
+        )
+    return wanted or int(longest)

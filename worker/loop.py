@@ -1,0 +1,133 @@
+"""What the worker does all day: takes a Configure, builds a runner, runs plan after plan.
+
+A step that raises is reported as a Fault, and plans are discarded until the scheduler says Resume.
+A model that cannot be loaded is the end: the scheduler is told, and the process exits. A new
+session with the same Configure keeps the runner: the weights are the same, and what its KV pool
+holds is never read, for the new scheduler knows of no block in it.
+
+Owns: the order of these things. Does not own: the socket (worker/link.py), or what a step computes
+(worker/runner.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from protos import link_pb2
+from protos.plan import StepPlan, StepResult
+from worker import systemd
+from worker.link import Link, PlanRefused, Session, SessionEnded
+
+logger = logging.getLogger(__name__)
+
+EXIT_CANNOT_LOAD: Final = 2  # coming back will not help: no reason to restart
+EXIT_FAILED: Final = 1
+
+# What a wrong model, a wrong setting, a missing file or package and a full memory raise.
+_EXPECTED: Final = (ValueError, OSError, ImportError, MemoryError)
+
+
+class Runner(Protocol):
+    """The loaded model with its KV pool."""
+
+    def step(self, plan: StepPlan) -> StepResult: ...
+
+    def ready(self) -> link_pb2.Ready: ...
+
+
+Progress = Callable[[str, float], None]  # what is being done, and how much of it: 0 to 1
+Build = Callable[[link_pb2.Configure, Progress], Runner]
+
+
+def serve(link: Link, build: Build) -> int:
+    """Session after session, until loading fails: the exit code. Raises LinkClosed."""
+    runner: Runner | None = None
+    built: link_pb2.Configure | None = None
+    while True:
+        systemd.notify("STATUS=waiting for the scheduler")
+        session = link.accept()
+        if runner is None or built != session.configure:
+            runner = None  # its memory is needed for the next one
+            try:
+                runner = _load(link, session, build)
+            except Exception as error:  # whatever it is, the scheduler must hear of it
+                return _report_failed_load(session, error)
+            built = session.configure
+        else:
+            logger.info("the scheduler asks for the model that is loaded: kept")
+        link.set_busy("idle")
+        session.send_ready(runner.ready())
+        systemd.notify(f"STATUS=serving {session.configure.model}")
+        try:
+            run_serial(link, session, runner)
+        except SessionEnded:
+            logger.info("session ended after step %d", session.last_finished_step)
+
+
+def run_serial(link: Link, session: Session, runner: Runner) -> None:
+    """One step at a time: plan in, result out. Raises SessionEnded."""
+    while True:
+        try:
+            received = session.receive()
+        except PlanRefused as error:
+            logger.error("%s", error)
+            _fault(session, error.step_id, str(error))
+            continue
+        plan = received.plan
+        link.set_busy("step", step_id=plan.step_id)
+        queued = time.monotonic() - received.at
+        try:
+            if plan.awaits_mask:
+                raise NotImplementedError("this worker takes no masks (constrained sampling)")
+            result = runner.step(plan)
+        except Exception as error:  # the requests of the step may fail, the worker must not
+            logger.exception("step %d failed", plan.step_id)
+            link.set_busy("idle")
+            _fault(session, plan.step_id, _describe(error))
+            continue
+        link.set_busy("idle")
+        session.send_result(dataclasses.replace(result, queue_microseconds=int(queued * 1e6)))
+
+
+def _fault(session: Session, step_id: int, error: str) -> None:
+    session.send_fault(step_id, error)
+    num_discarded = session.wait_for_resume()
+    logger.info("resumed; %d plans were discarded", num_discarded)
+
+
+def _load(link: Link, session: Session, build: Build) -> Runner:
+    said: tuple[str, int] | None = None
+
+    def progress(what: str, fraction: float) -> None:
+        nonlocal said
+        link.set_busy("loading", progress=fraction)
+        quarter = int(fraction * 4)
+        if (what, quarter) != said:  # a line for every thing and every quarter of it
+            said = (what, quarter)
+            logger.info("%s: %d %%", what, round(fraction * 100))
+            systemd.notify(f"STATUS={what}")
+
+    started = time.monotonic()
+    progress(f"loading {session.configure.model}", 0.0)
+    runner = build(session.configure, progress)
+    logger.info("loaded %s in %.1f s", session.configure.model, time.monotonic() - started)
+    return runner
+
+
+def _report_failed_load(session: Session, error: Exception) -> int:
+    is_expected = isinstance(error, _EXPECTED) or type(error).__name__ == "OutOfMemoryError"
+    message = f"cannot load {session.configure.model!r}: {_describe(error)}"
+    logger.error("%s", message, exc_info=None if is_expected else error)
+    systemd.notify(f"STATUS={message}")
+    session.send_fault(-1, message, is_fatal=is_expected)
+    return EXIT_CANNOT_LOAD if is_expected else EXIT_FAILED
+
+
+def _describe(error: Exception) -> str:
+    """One line; the kind of error stands before it unless it is one whose text says enough."""
+    text = str(error) or "no further word"
+    return text if isinstance(error, _EXPECTED) else f"{type(error).__name__}: {text}"
