@@ -183,6 +183,8 @@ class Engine:
         waiting = len(self._state.pending)
         if self._max_queue_size and waiting >= self._max_queue_size:
             raise QueueFull(waiting, self._max_queue_size)
+        if new.n > 1 and self._state.policy.holds_finished:
+            raise RequestRejected("sampling.n", new.n, "1, when scheduler_type is static")
         if self.status.is_ready:
             reason = why_never_fits(self._state.geometry, len(new.prompt_token_ids), new.max_tokens)
             if reason is not None:

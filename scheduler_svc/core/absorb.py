@@ -112,9 +112,7 @@ def _release_ended(state: State, step: InFlight) -> None:
     """Gives back what requests held that had ended before, and that this plan named last."""
     rows = state.rows
     if state.policy.holds_finished:
-        if rows.is_finished[rows.order()].all() and not state.in_flight:
-            for request in list(rows.running.values()):
-                state.release(request)
+        state.release_ended_batch()
         return
     idle = rows.is_finished[step.named] & (rows.num_in_flight[step.named] == 0)
     for row in step.named[idle].tolist():

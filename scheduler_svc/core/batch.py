@@ -114,13 +114,16 @@ class Batch:
             if self.room.fits((needed + tails)[:, 0].tolist()):
                 self._add(_Part(rows, counts, needed, tails), int(pages[0]))
                 for group in np.flatnonzero(tails[:, 0]).tolist():
-                    self.room.give(group, self._state.rows.blocks_of(group, row)[-1:])
+                    self.room.give(group, np.array([self._tail(group, row)], np.int32))
                 return
             count //= 2
         self.stalled.append(row)
 
-    def admit(self, admission: Admission, wanted: int) -> bool:
-        """A waiting request with up to so many tokens; False when it must wait on."""
+    def admit(self, admission: Admission, wanted: int, reserved_tokens: int = 0) -> bool:
+        """A waiting request with up to so many tokens; False when it must wait on.
+
+        It gets blocks for these tokens, or for `reserved_tokens` if that is more.
+        """
         state = self._state
         count = min(wanted, self.tokens_left)
         if count == 0 or self.requests_left == 0:
@@ -133,7 +136,7 @@ class Batch:
         ends = [f + len(t) for f, t in zip(admission.first_pages, admission.tables, strict=True)]
         while count:
             length = admission.num_computed + count
-            pages = -(-length // state.geometry.page_size)
+            pages = -(-max(length, reserved_tokens) // state.geometry.page_size)
             needed = [max(0, pages - end) for end in ends]
             read = sum(pages - first for first in admission.first_pages)
             if not self.is_empty and read > self.pages_left:
@@ -194,9 +197,11 @@ class Batch:
         """1 per group whose tail block must be copied, given who copied in this batch. [G, 1]"""
         shared = self._shared_tails(np.array([row], np.int32))
         for group in np.flatnonzero(shared[:, 0]).tolist():
-            tail = int(self._state.rows.blocks_of(group, row)[-1])
-            shared[group, 0] = self.room.owners(group, tail) > 1
+            shared[group, 0] = self.room.owners(group, self._tail(group, row)) > 1
         return shared.astype(np.int32)
+
+    def _tail(self, group: int, row: int) -> int:
+        return self._state.rows.tail_block(group, row, self._state.geometry.page_size)
 
 
 def blocks_needed(state: State, rows: Int32, num_new_tokens: Int32) -> tuple[Int32, Int32]:

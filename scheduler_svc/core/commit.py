@@ -31,6 +31,8 @@ def commit(state: State, decision: Decision) -> InFlight | None:
         _copy_tails(state, group, rows[decision.tail_copies[group] > 0])
         _extend_tables(state, group, rows, decision.new_blocks[group])
 
+    # a row that has ended is computed on only under the static policy: its last token, again
+    table.computed[rows[table.is_finished[rows]]] -= 1
     table.computed[rows] += decision.num_new_tokens
     samples = table.computed[rows] == table.known[rows] + table.outstanding[rows]
     samples &= ~table.is_finished[rows]
@@ -119,14 +121,14 @@ def _restore(state: State, admission: Admission) -> list[tuple[int, Int32]]:
 
 
 def _copy_tails(state: State, group: int, rows: Int32) -> None:
-    """Gives each of the rows a last block of its own, with the content of the shared one."""
+    """Gives each of the rows a last block of its own, with the content of the shared one that its next token goes into."""
     allocator = state.allocators[group]
     for row in rows.tolist():
-        end = state.rows.table_len[group, row] - 1
-        shared = int(state.rows.table[group, row, end])
+        page = state.rows.computed[row] // state.geometry.page_size
+        shared = int(state.rows.table[group, row, page])
         (own,) = allocator.take(1).tolist()
         state.transfers.copy.append((group, shared, own))
-        state.rows.table[group, row, end] = own
+        state.rows.table[group, row, page] = own
         allocator.give(np.array([shared], np.int32))
 
 
@@ -147,9 +149,10 @@ def _fork(state: State, parent: Request) -> list[Request]:
         rows.awaits_fork[sibling.row] = False
         for name in ("computed", "outstanding", "is_decoding", "published"):
             getattr(rows, name)[sibling.row] = getattr(rows, name)[row]
+        pages = -(-int(rows.computed[row]) // state.geometry.page_size)
         for group, allocator in enumerate(state.allocators):
-            blocks = rows.blocks_of(group, row)
-            allocator.share(blocks)
             first = int(rows.table_first[group, row])
+            blocks = rows.table[group, row, first:pages]  # not those reserved for output
+            allocator.share(blocks)
             rows.set_table(group, sibling.row, first, blocks)
     return siblings

@@ -23,6 +23,7 @@ from scheduler_svc.core.policies import Phase
 from scheduler_svc.core.request import Request, Swapped
 from scheduler_svc.core.shortage import choose_victims, relieve
 from scheduler_svc.core.state import State
+from scheduler_svc.core.static_batches import fill_static_batch
 
 LOOK_AHEAD: Final = 4  # waiting requests looked at per step, times the number of rows
 
@@ -33,6 +34,8 @@ def decide(state: State) -> Decision:
     victims = choose_victims(state, batch.room)
     spared = candidates(state, {request.row for request in victims})
     has_margin = batch.room.free_share() >= state.limits.safety_margin
+    if state.policy.holds_finished:
+        fill_static_batch(state, batch)
     for phase in state.policy.phases:
         if phase is Phase.DECODING:
             batch.add_decoding(spared[state.rows.is_decoding[spared]])

@@ -61,6 +61,6 @@ PREFILL_FIRST: Final = Policy(
 PRIORITY: Final = Policy(
     "priority", (Phase.DECODING, Phase.PREFILLING, Phase.PENDING), 0.2, by_priority=True
 )
-STATIC: Final = Policy("static", (Phase.DECODING, Phase.PREFILLING), 0.0, holds_finished=True)
+STATIC: Final = Policy("static", (), 0.0, holds_finished=True)  # see static_batches.py
 
 POLICIES: Final = {policy.name: policy for policy in (FIFO, PREFILL_FIRST, PRIORITY, STATIC)}

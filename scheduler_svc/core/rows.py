@@ -108,6 +108,10 @@ class Rows:
         table: Int32 = self.table[group, row, first:end]
         return table
 
+    def tail_block(self, group: int, row: int, page_size: int) -> int:
+        """The block that the row's next token goes into; its table must reach there."""
+        return int(self.table[group, row, self.computed[row] // page_size])
+
     def take_blocks(self, group: int, row: int) -> Int32:
         """The row's block table, which is empty after that."""
         blocks = self.blocks_of(group, row).copy()

@@ -99,7 +99,7 @@ def _need(state: State, row: int) -> list[int]:
     computed = int(state.rows.computed[row])
     for group, allocator in enumerate(state.allocators):
         if computed % state.geometry.page_size:
-            tail = state.rows.blocks_of(group, row)[-1]
+            tail = state.rows.tail_block(group, row, state.geometry.page_size)
             needed[group, 0] += int(allocator.owners[tail] > 1)
     return [int(blocks) for blocks in needed[:, 0]]
 

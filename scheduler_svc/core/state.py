@@ -175,8 +175,16 @@ class State:
         if request.row == NO_ROW:
             return
         self.rows.is_finished[request.row] = True
-        if self.rows.num_in_flight[request.row] == 0 and not self.policy.holds_finished:
+        if self.policy.holds_finished:
+            self.release_ended_batch()
+        elif self.rows.num_in_flight[request.row] == 0:
             self.release(request)
+
+    def release_ended_batch(self) -> None:
+        """Gives back a static batch, once all of it has ended and no plan names it."""
+        if self.rows.is_finished[self.rows.order()].all() and not self.in_flight:
+            for request in list(self.rows.running.values()):
+                self.release(request)
 
     def release(self, request: Request) -> None:
         """Gives back the blocks and the row of a request."""

@@ -1,0 +1,45 @@
+"""The classic baseline: padded batches, as `generate` computes them, with our own kernels.
+
+A batch is admitted whole, when nothing else runs, with pages for prompt + max_tokens reserved.
+Its prompts are computed first, all of them; then every step computes every row, ended ones too,
+until the last has ended. So it wastes what padded generation wastes, and nothing else differs
+from the other policies. Requests with siblings are refused: their blocks cannot be reserved.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scheduler_svc.core.batch import Admission, Batch
+from scheduler_svc.core.state import State
+
+
+def fill_static_batch(state: State, batch: Batch) -> None:
+    """Adds what a static batch computes next."""
+    rows = state.rows
+    order = rows.order()
+    if not len(order):
+        _admit_batch(state, batch)
+        return
+    prefilling = order[~rows.is_decoding[order] & ~rows.is_finished[order]]
+    if len(prefilling):
+        for row in prefilling.tolist():
+            batch.add_row(row, int(rows.known[row] - rows.computed[row]))
+        return
+    goes_on = rows.known[order] + rows.outstanding[order] < rows.limit[order]
+    if (goes_on & ~rows.is_finished[order]).any():
+        # a row that is sure to end by length with the plans in flight is computed on as well,
+        # but only once its end has come back: until then its last token is not known
+        batch.add_decoding(order[goes_on | rows.is_finished[order]])
+
+
+def _admit_batch(state: State, batch: Batch) -> None:
+    new_rows = state.rows.next_free(state.rows.num_free)
+    nothing = np.zeros(0, np.int32)
+    groups = len(state.allocators)
+    for request, row in zip(state.pending.in_order(), new_rows, strict=False):
+        if request.num_in_flight:
+            return
+        admission = Admission(request, (row,), 0, (0,) * groups, (nothing,) * groups)
+        if not batch.admit(admission, len(request.token_ids), request.max_total_tokens):
+            return
