@@ -1,6 +1,13 @@
 """Fixtures of the worker's model side: saved tiny models, and a runner over one of them."""
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+import os
+
+# Before torch loads OpenMP: threads that spin while they wait make tests with two threads twenty
+# times slower as soon as anything else runs on the machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from collections.abc import Callable
 from dataclasses import dataclass
