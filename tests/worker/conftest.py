@@ -1,6 +1,5 @@
 """Fixtures of the worker's model side: saved tiny models, and a runner over one of them."""
 
-# ruff: noqa: E402
 from __future__ import annotations
 
 import os
