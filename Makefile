@@ -13,6 +13,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PACKAGES := protos scheduler_svc worker client
 # Small matrices: more threads than cores only wait for each other.
+# And threads that wait must not spin: tests share the cores with what they start.
+export OMP_WAIT_POLICY ?= passive
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
 .PHONY: help demo test test-slow lint format protos wheel clean

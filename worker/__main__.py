@@ -33,6 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(format=LOG_FORMAT, level=options.log_level.upper(), stream=sys.stderr)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, _stop)
+    # Before torch loads OpenMP: threads that spin while they wait take the cores from the scheduler
+    # and from each other, and a step takes ten times as long on a busy machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     link = None
     reason = "the worker failed"
     try:

@@ -199,6 +199,22 @@ def test_what_never_fits_is_refused_with_both_numbers(tiny_server: Server) -> No
         chairlift.complete([1] * 400, max_tokens=200)
 
 
+def test_the_readme_example_runs(tiny_server: Server) -> None:
+    """The first program that anybody copies does not work."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    program = readme.partition("```python\n")[2].partition("```")[0]
+    assert "localhost:50051" in program
+    done = subprocess.run(
+        [sys.executable, "-c", program.replace("localhost:50051", tiny_server.address)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "temperature is -1" in done.stdout
+
+
 def test_the_scheduler_process_has_no_torch(tiny_server: Server) -> None:
     """Half a gigabyte and seconds of start-up in a process that computes nothing."""
     maps = Path(f"/proc/{tiny_server.child('scheduler_svc')}/maps").read_text()
