@@ -7,10 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from scheduler_svc.core.check import check
-from scheduler_svc.core.request import FinishReason, NewRequest, RequestState
+from scheduler_svc.core.request import FinishReason, NewRequest, Request, RequestState
 from tests.sim.workload import Setup, Simulation, expected
 
 VICTIM, SURVIVOR = "victim", "survivor"
+
+
+def victim_of(sim: Simulation) -> Request:
+    return sim.state.requests[VICTIM][0]
 
 
 def pending(sim: Simulation) -> None:
@@ -19,11 +23,11 @@ def pending(sim: Simulation) -> None:
 
 def prefilling_mid_chunk(sim: Simulation) -> None:
     sim.turn()
-    assert sim.state.requests[VICTIM].state is RequestState.PREFILLING
+    assert victim_of(sim).state is RequestState.PREFILLING
 
 
 def decoding(sim: Simulation) -> None:
-    while sim.state.requests[VICTIM].num_output_tokens < 2:
+    while victim_of(sim).num_output_tokens < 2:
         sim.turn()
 
 
@@ -31,28 +35,43 @@ def in_flight(sim: Simulation) -> None:
     decoding(sim)
     if not sim.results:
         assert sim.plan()
-    assert sim.state.rows.num_in_flight[sim.state.requests[VICTIM].row] == 1
+    assert sim.state.rows.num_in_flight[victim_of(sim).row] == 1
 
 
 def two_in_flight(sim: Simulation) -> None:
     decoding(sim)
     while sim.plan():
         pass
-    assert sim.state.rows.num_in_flight[sim.state.requests[VICTIM].row] == 2
+    assert sim.state.rows.num_in_flight[victim_of(sim).row] == 2
 
 
 def soft_reset(sim: Simulation) -> None:
     decoding(sim)
     while sim.results:
         sim.absorb()
-    sim.state.soft_reset(sim.state.requests[VICTIM])
+    sim.state.soft_reset(victim_of(sim))
+
+
+def offloaded(sim: Simulation) -> None:
+    decoding(sim)
+    while sim.results:
+        sim.absorb()
+    sim.state.offload(victim_of(sim))
+    assert sim.state.swap_pool.num_free < sim.setup.swap_chunks
+
+
+def offloaded_in_flight(sim: Simulation) -> None:
+    decoding(sim)
+    while sim.plan():
+        pass
+    sim.state.offload(victim_of(sim))
 
 
 def soft_reset_in_flight(sim: Simulation) -> None:
     decoding(sim)
     while sim.plan():
         pass
-    sim.state.soft_reset(sim.state.requests[VICTIM])
+    sim.state.soft_reset(victim_of(sim))
 
 
 STATES = [
@@ -72,12 +91,12 @@ def test_abort(reach: Callable[[Simulation], None], depth: int) -> None:
     """An abort leaks blocks or rows, frees them under a running step, or ends twice."""
     if reach is two_in_flight and depth == 1:
         pytest.skip("needs two plans in flight")
-    sim = Simulation(Setup(max_batch_tokens=8, max_plans_in_flight=depth))
+    sim = Simulation(Setup(max_batch_tokens=8, max_plans_in_flight=depth, swap_chunks=20))
     requests = [NewRequest(VICTIM, list(range(20)), 20), NewRequest(SURVIVOR, [7, 8, 9], 20)]
     for new in requests:
         sim.submit(new)
     reach(sim)
-    victim = sim.state.requests[VICTIM]
+    victim = victim_of(sim)
     held = set(sim.state.rows.blocks_of(0, victim.row).tolist()) if victim.row >= 0 else set()
     was_in_flight = any(victim in step.requests for step in sim.state.in_flight)
 
@@ -86,9 +105,10 @@ def test_abort(reach: Callable[[Simulation], None], depth: int) -> None:
     assert victim.state is RequestState.FINISHED
     assert victim.finish_reason is FinishReason.ABORT
     assert VICTIM not in sim.state.requests
-    freed = held <= set(sim.state.pool.free)
-    assert freed == (not was_in_flight or reach is soft_reset_in_flight), "too early, or too late"
-    before = list(sim.outcome.tokens[VICTIM])
+    freed = held <= {*sim.state.pool.clean, *sim.state.pool.cached}
+    was_preempted = reach in (soft_reset_in_flight, offloaded_in_flight)
+    assert freed == (not was_in_flight or was_preempted), "too early, or too late"
+    before = list(sim.outcome.tokens[VICTIM, 0])
 
     sim.abort(VICTIM)  # twice, and unknown: nothing happens
     sim.abort("nobody")
@@ -97,8 +117,10 @@ def test_abort(reach: Callable[[Simulation], None], depth: int) -> None:
         check(sim.state)
     assert victim.row < 0, f"its row is not free {depth} results after the abort"
     outcome = sim.run()
-    assert outcome.tokens[VICTIM] == before, "tokens after the end"
-    assert outcome.tokens[SURVIVOR] == expected(requests, sim.setup.vocab_size)[SURVIVOR]
+    assert outcome.tokens[VICTIM, 0] == before, "tokens after the end"
+    assert outcome.tokens[SURVIVOR, 0] == (
+        expected(requests, sim.setup.vocab_size)[SURVIVOR, 0]
+    )
 
 
 def test_abort_of_a_finished_request_is_ignored() -> None:
@@ -106,7 +128,7 @@ def test_abort_of_a_finished_request_is_ignored() -> None:
     sim = Simulation(Setup())
     sim.submit(NewRequest(VICTIM, [1], 1))
     sim.turn()
-    assert sim.outcome.reasons == {VICTIM: FinishReason.LENGTH}
+    assert sim.outcome.reasons == {(VICTIM, 0): FinishReason.LENGTH}
     sim.abort(VICTIM)
     sim.run()
 
@@ -119,3 +141,20 @@ def test_finishing_twice_is_a_broken_invariant() -> None:
     sim.abort(VICTIM)
     with pytest.raises(AssertionError, match="victim ended already"):
         sim.state.finish(request, FinishReason.ABORT)
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_an_abort_takes_all_siblings(turns: int) -> None:
+    """Siblings that were not forked off yet, or were, stay behind with rows and blocks."""
+    sim = Simulation(Setup(max_batch_tokens=8, max_plans_in_flight=2))
+    sim.submit(NewRequest(VICTIM, list(range(20)), 20, n=3))
+    sim.submit(NewRequest(SURVIVOR, [7, 8, 9], 20))
+    for _ in range(turns):
+        sim.turn()
+    sim.abort(VICTIM)
+    check(sim.state)
+    assert VICTIM not in sim.state.requests
+    for _ in range(2):
+        sim.turn()
+    assert all(r.request_id != VICTIM for r in sim.state.rows.running.values())
+    assert len(sim.run().reasons) == 4

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from scheduler_svc.core.admission import why_never_fits
 from scheduler_svc.core.check import check
 from scheduler_svc.core.commit import commit
-from scheduler_svc.core.decide import Decision
+from scheduler_svc.core.batch import Admission, Decision
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry, Limits
 from scheduler_svc.core.request import FinishReason, NewRequest, Request
 from scheduler_svc.core.room import Room

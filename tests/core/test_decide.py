@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scheduler_svc.core import decide as decide_module
+from protos.plan import Int32
+from scheduler_svc.core import batch as batch_module
 from scheduler_svc.core.admission import why_never_fits
-from scheduler_svc.core.decide import Decision, decide
+from scheduler_svc.core.batch import Decision
+from scheduler_svc.core.decide import decide
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry, Limits
-from scheduler_svc.core.request import NewRequest, RequestState
+from scheduler_svc.core.request import NewRequest, Request, RequestState
 from tests.sim.workload import Setup, Simulation, random_requests
 
 
@@ -21,10 +23,15 @@ def simulation(**changes: object) -> Simulation:
         "max_requests": 4,
         "max_model_len": 24,
         "safety_margin": 0.0,
+        "allow_block_sharing": False,
     }
     sim = Simulation(Setup(**{**defaults, **changes}))  # type: ignore[arg-type]
-    sim.state.pool.free.sort(reverse=True)  # block 2 is taken first
+    sim.state.pool.clean.sort(reverse=True)  # block 2 is taken first
     return sim
+
+
+def first(sim: Simulation, request_id: str) -> Request:
+    return sim.state.requests[request_id][0]
 
 
 def add(sim: Simulation, request_id: str, prompt: int, max_tokens: int = 4) -> None:
@@ -33,10 +40,7 @@ def add(sim: Simulation, request_id: str, prompt: int, max_tokens: int = 4) -> N
 
 def summary(sim: Simulation, decision: Decision) -> dict[str, int]:
     """request id → tokens, in batch order."""
-    rows = dict(
-        zip(sim.state.rows.next_free(len(decision.admissions)), decision.admissions, strict=True)
-    )
-    rows |= sim.state.rows.running
+    rows = {a.rows[0]: a.request for a in decision.admissions} | sim.state.rows.running
     return {
         rows[row].request_id: count
         for row, count in zip(decision.rows.tolist(), decision.num_new_tokens.tolist(), strict=True)
@@ -69,11 +73,11 @@ def test_a_prompt_cut_in_chunks_samples_only_at_its_end() -> None:
     add(sim, "a", 10)
     for _ in range(2):
         sim.turn()
-        assert sim.outcome.tokens["a"] == []
-        assert sim.state.requests["a"].state is RequestState.PREFILLING
+        assert sim.outcome.tokens["a", 0] == []
+        assert first(sim, "a").state is RequestState.PREFILLING
     sim.turn()
-    assert len(sim.outcome.tokens["a"]) == 1
-    assert sim.state.requests["a"].state is RequestState.DECODING
+    assert len(sim.outcome.tokens["a", 0]) == 1
+    assert first(sim, "a").state is RequestState.DECODING
 
 
 def test_blocks_are_taken_in_order_as_tokens_need_them() -> None:
@@ -97,7 +101,7 @@ def test_below_the_margin_decodes_go_on_and_prefills_wait() -> None:
     sim.turn()
     add(sim, "c", 1)
     assert sim.state.pool.num_free < 3
-    assert sim.state.requests["b"].state is RequestState.PREFILLING
+    assert first(sim, "b").state is RequestState.PREFILLING
     assert summary(sim, decide(sim.state)) == {"a": 1}
 
 
@@ -147,8 +151,8 @@ def test_shortage_resets_the_newest_and_goes_on_in_the_same_step() -> None:
     assert [request.request_id for request in decision.soft_resets] == ["b"]
     assert summary(sim, decision) == {"a": 1}
     sim.turn()
-    assert sim.state.requests["b"].state is RequestState.PENDING
-    assert sim.state.requests["b"].num_output_tokens == 2, "its tokens are kept"
+    assert first(sim, "b").state is RequestState.PENDING
+    assert first(sim, "b").num_output_tokens == 2, "its tokens are kept"
     sim.run()
 
 
@@ -177,15 +181,15 @@ def test_decide_changes_nothing() -> None:
 def test_all_rows_at_once_and_one_by_one_decide_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """The array path for decodes forgets a rule that the plain path has."""
 
-    def one_by_one(state, batch) -> None:  # type: ignore[no-untyped-def]
-        rows = decide_module.candidates(state)
-        for row in rows[state.rows.is_decoding[rows]].tolist():
-            decide_module._try_row(state, batch, row, 1)
+
+    def one_by_one(self: batch_module.Batch, rows: Int32) -> None:
+        for row in rows.tolist():
+            self.add_row(row, 1)
 
     traces = []
     for slow in (False, True):
         if slow:
-            monkeypatch.setattr(decide_module, "_add_decoding", one_by_one)
+            monkeypatch.setattr(batch_module.Batch, "add_decoding", one_by_one)
         sim = Simulation(Setup(num_blocks=40, max_requests=8), 3, keep_trace=True)
         for new in random_requests(np.random.default_rng(3), 30):
             sim.submit(new)
