@@ -4,88 +4,91 @@
 # source: protos/inference.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "protos/inference.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'protos/inference.proto'
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x16protos/inference.proto\x12\x0c\x63hairlift.v1"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t";\n\x0c\x43hatMessages\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.chairlift.v1.ChatMessage"7\n\x06Resume\x12\x18\n\x10output_token_ids\x18\x01 \x03(\x05\x12\x13\n\x0btext_length\x18\x02 \x01(\x03"\xc3\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\x06tokens\x18\x03 \x01(\x0b\x32\x16.chairlift.v1.TokenIdsH\x00\x12*\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x1a.chairlift.v1.ChatMessagesH\x00\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.chairlift.v1.SamplingParams\x12\x15\n\x08priority\x18\x06 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x13\n\x06stream\x18\x08 \x01(\x08H\x02\x88\x01\x01\x12$\n\x06resume\x18\t \x01(\x0b\x32\x14.chairlift.v1.ResumeB\x08\n\x06promptB\x0b\n\t_priorityB\t\n\x07_stream"\xf4\x08\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x05H\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\x05H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\t \x01(\x02H\t\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\x05\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\n\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\r \x01(\x08H\x0b\x88\x01\x01\x12?\n\nlogit_bias\x18\x0e \x03(\x0b\x32+.chairlift.v1.SamplingParams.LogitBiasEntry\x12\x11\n\tbad_words\x18\x0f \x03(\t\x12\x11\n\x04seed\x18\x10 \x01(\x03H\x0c\x88\x01\x01\x12\x0e\n\x01n\x18\x11 \x01(\x05H\r\x88\x01\x01\x12\x17\n\nbeam_width\x18\x12 \x01(\x05H\x0e\x88\x01\x01\x12\x1b\n\x0elength_penalty\x18\x13 \x01(\x02H\x0f\x88\x01\x01\x12\x1b\n\x0e\x65\x61rly_stopping\x18\x14 \x01(\x08H\x10\x88\x01\x01\x12\x15\n\x08logprobs\x18\x15 \x01(\x05H\x11\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x16 \x01(\x05H\x12\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x17 \x01(\x08H\x13\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x18 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x19 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x1a \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x1b \x01(\x08H\x00\x12&\n\x06\x63hoice\x18\x1c \x01(\x0b\x32\x14.chairlift.v1.ChoiceH\x00\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0c\n\nconstraintB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\r\n\x0b_ignore_eosB\x1d\n\x1b_include_stop_str_in_outputB\x07\n\x05_seedB\x04\n\x02_nB\r\n\x0b_beam_widthB\x11\n\x0f_length_penaltyB\x11\n\x0f_early_stoppingB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokens"\x19\n\x06\x43hoice\x12\x0f\n\x07options\x18\x01 \x03(\t"\xa6\x01\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\x05\x12(\n\x07started\x18\x02 \x01(\x0b\x32\x15.chairlift.v1.StartedH\x00\x12$\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x13.chairlift.v1.ChunkH\x00\x12*\n\x08\x63omplete\x18\x04 \x01(\x0b\x32\x16.chairlift.v1.CompleteH\x00\x42\x07\n\x05\x65vent":\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x03\x12\r\n\x05model\x18\x03 \x01(\t"\x8d\x01\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12-\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1b.chairlift.v1.TokenLogprobs\x12\x34\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x1b.chairlift.v1.TokenLogprobs"f\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12$\n\x03top\x18\x04 \x03(\x0b\x32\x17.chairlift.v1.Candidate".\n\tCandidate\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02"\xab\x01\n\x08\x43omplete\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x17\n\rstop_token_id\x18\x02 \x01(\x05H\x00\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.chairlift.v1.Usage\x12$\n\x06timing\x18\x05 \x01(\x0b\x32\x14.chairlift.v1.TimingB\x0e\n\x0cmatched_stop"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05"f\n\x06Timing\x12\x16\n\x0equeued_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\x03 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x04 \x01(\x05"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x03(\t"\x8f\x01\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x1a.chairlift.v1.ChatMessagesH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05"`\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens""\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t"\x15\n\x13GetModelInfoRequest"\x87\x02\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12\x12\n\nmodel_type\x18\x03 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\x05\x12\x15\n\rmax_model_len\x18\x06 \x01(\x05\x12\x15\n\reos_token_ids\x18\x07 \x03(\x05\x12\x19\n\x11has_chat_template\x18\x08 \x01(\x08\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x36\n\x10\x64\x65\x66\x61ult_sampling\x18\n \x01(\x0b\x32\x1c.chairlift.v1.SamplingParams"\x16\n\x14GetServerInfoRequest"\x96\x02\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x02 \x01(\x01\x12\x10\n\x08is_ready\x18\x03 \x01(\x08\x12\x0e\n\x06worker\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x18\n\x10requests_running\x18\x06 \x01(\x05\x12\x18\n\x10requests_waiting\x18\x07 \x01(\x05\x12?\n\x06\x63onfig\x18\x08 \x03(\x0b\x32/.chairlift.v1.GetServerInfoResponse.ConfigEntry\x1a-\n\x0b\x43onfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xe7\x03\n\tInference\x12K\n\x08Generate\x12\x1d.chairlift.v1.GenerateRequest\x1a\x1e.chairlift.v1.GenerateResponse0\x01\x12@\n\x05\x41\x62ort\x12\x1a.chairlift.v1.AbortRequest\x1a\x1b.chairlift.v1.AbortResponse\x12I\n\x08Tokenize\x12\x1d.chairlift.v1.TokenizeRequest\x1a\x1e.chairlift.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.chairlift.v1.DetokenizeRequest\x1a .chairlift.v1.DetokenizeResponse\x12U\n\x0cGetModelInfo\x12!.chairlift.v1.GetModelInfoRequest\x1a".chairlift.v1.GetModelInfoResponse\x12X\n\rGetServerInfo\x12".chairlift.v1.GetServerInfoRequest\x1a#.chairlift.v1.GetServerInfoResponseb\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\x0c\x63hairlift.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\";\n\x0c\x43hatMessages\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.chairlift.v1.ChatMessage\"7\n\x06Resume\x12\x18\n\x10output_token_ids\x18\x01 \x03(\x05\x12\x13\n\x0btext_length\x18\x02 \x01(\x03\"\xc3\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\x06tokens\x18\x03 \x01(\x0b\x32\x16.chairlift.v1.TokenIdsH\x00\x12*\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x1a.chairlift.v1.ChatMessagesH\x00\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.chairlift.v1.SamplingParams\x12\x15\n\x08priority\x18\x06 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x13\n\x06stream\x18\x08 \x01(\x08H\x02\x88\x01\x01\x12$\n\x06resume\x18\t \x01(\x0b\x32\x14.chairlift.v1.ResumeB\x08\n\x06promptB\x0b\n\t_priorityB\t\n\x07_stream\"\xf4\x08\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x05H\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\x05H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\t \x01(\x02H\t\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\x05\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\n\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\r \x01(\x08H\x0b\x88\x01\x01\x12?\n\nlogit_bias\x18\x0e \x03(\x0b\x32+.chairlift.v1.SamplingParams.LogitBiasEntry\x12\x11\n\tbad_words\x18\x0f \x03(\t\x12\x11\n\x04seed\x18\x10 \x01(\x03H\x0c\x88\x01\x01\x12\x0e\n\x01n\x18\x11 \x01(\x05H\r\x88\x01\x01\x12\x17\n\nbeam_width\x18\x12 \x01(\x05H\x0e\x88\x01\x01\x12\x1b\n\x0elength_penalty\x18\x13 \x01(\x02H\x0f\x88\x01\x01\x12\x1b\n\x0e\x65\x61rly_stopping\x18\x14 \x01(\x08H\x10\x88\x01\x01\x12\x15\n\x08logprobs\x18\x15 \x01(\x05H\x11\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x16 \x01(\x05H\x12\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x17 \x01(\x08H\x13\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x18 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x19 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x1a \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x1b \x01(\x08H\x00\x12&\n\x06\x63hoice\x18\x1c \x01(\x0b\x32\x14.chairlift.v1.ChoiceH\x00\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0c\n\nconstraintB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\r\n\x0b_ignore_eosB\x1d\n\x1b_include_stop_str_in_outputB\x07\n\x05_seedB\x04\n\x02_nB\r\n\x0b_beam_widthB\x11\n\x0f_length_penaltyB\x11\n\x0f_early_stoppingB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokens\"\x19\n\x06\x43hoice\x12\x0f\n\x07options\x18\x01 \x03(\t\"\xa6\x01\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\x05\x12(\n\x07started\x18\x02 \x01(\x0b\x32\x15.chairlift.v1.StartedH\x00\x12$\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x13.chairlift.v1.ChunkH\x00\x12*\n\x08\x63omplete\x18\x04 \x01(\x0b\x32\x16.chairlift.v1.CompleteH\x00\x42\x07\n\x05\x65vent\":\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x03\x12\r\n\x05model\x18\x03 \x01(\t\"\x8d\x01\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12-\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1b.chairlift.v1.TokenLogprobs\x12\x34\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x1b.chairlift.v1.TokenLogprobs\"f\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12$\n\x03top\x18\x04 \x03(\x0b\x32\x17.chairlift.v1.Candidate\".\n\tCandidate\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xab\x01\n\x08\x43omplete\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x17\n\rstop_token_id\x18\x02 \x01(\x05H\x00\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.chairlift.v1.Usage\x12$\n\x06timing\x18\x05 \x01(\x0b\x32\x14.chairlift.v1.TimingB\x0e\n\x0cmatched_stop\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"f\n\x06Timing\x12\x16\n\x0equeued_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\x03 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x04 \x01(\x05\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x03(\t\"\x8f\x01\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x1a.chairlift.v1.ChatMessagesH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"`\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x15\n\x13GetModelInfoRequest\"\x87\x02\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12\x12\n\nmodel_type\x18\x03 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\x05\x12\x15\n\rmax_model_len\x18\x06 \x01(\x05\x12\x15\n\reos_token_ids\x18\x07 \x03(\x05\x12\x19\n\x11has_chat_template\x18\x08 \x01(\x08\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x36\n\x10\x64\x65\x66\x61ult_sampling\x18\n \x01(\x0b\x32\x1c.chairlift.v1.SamplingParams\"\x16\n\x14GetServerInfoRequest\"\x96\x02\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x02 \x01(\x01\x12\x10\n\x08is_ready\x18\x03 \x01(\x08\x12\x0e\n\x06worker\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x18\n\x10requests_running\x18\x06 \x01(\x05\x12\x18\n\x10requests_waiting\x18\x07 \x01(\x05\x12?\n\x06\x63onfig\x18\x08 \x03(\x0b\x32/.chairlift.v1.GetServerInfoResponse.ConfigEntry\x1a-\n\x0b\x43onfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xe7\x03\n\tInference\x12K\n\x08Generate\x12\x1d.chairlift.v1.GenerateRequest\x1a\x1e.chairlift.v1.GenerateResponse0\x01\x12@\n\x05\x41\x62ort\x12\x1a.chairlift.v1.AbortRequest\x1a\x1b.chairlift.v1.AbortResponse\x12I\n\x08Tokenize\x12\x1d.chairlift.v1.TokenizeRequest\x1a\x1e.chairlift.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.chairlift.v1.DetokenizeRequest\x1a .chairlift.v1.DetokenizeResponse\x12U\n\x0cGetModelInfo\x12!.chairlift.v1.GetModelInfoRequest\x1a\".chairlift.v1.GetModelInfoResponse\x12X\n\rGetServerInfo\x12\".chairlift.v1.GetServerInfoRequest\x1a#.chairlift.v1.GetServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "protos.inference_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._loaded_options = None
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._serialized_options = b"8\001"
-    _globals["_GETSERVERINFORESPONSE_CONFIGENTRY"]._loaded_options = None
-    _globals["_GETSERVERINFORESPONSE_CONFIGENTRY"]._serialized_options = b"8\001"
-    _globals["_TOKENIDS"]._serialized_start = 40
-    _globals["_TOKENIDS"]._serialized_end = 63
-    _globals["_CHATMESSAGE"]._serialized_start = 65
-    _globals["_CHATMESSAGE"]._serialized_end = 109
-    _globals["_CHATMESSAGES"]._serialized_start = 111
-    _globals["_CHATMESSAGES"]._serialized_end = 170
-    _globals["_RESUME"]._serialized_start = 172
-    _globals["_RESUME"]._serialized_end = 227
-    _globals["_GENERATEREQUEST"]._serialized_start = 230
-    _globals["_GENERATEREQUEST"]._serialized_end = 553
-    _globals["_SAMPLINGPARAMS"]._serialized_start = 556
-    _globals["_SAMPLINGPARAMS"]._serialized_end = 1696
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._serialized_start = 1321
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._serialized_end = 1369
-    _globals["_CHOICE"]._serialized_start = 1698
-    _globals["_CHOICE"]._serialized_end = 1723
-    _globals["_GENERATERESPONSE"]._serialized_start = 1726
-    _globals["_GENERATERESPONSE"]._serialized_end = 1892
-    _globals["_STARTED"]._serialized_start = 1894
-    _globals["_STARTED"]._serialized_end = 1952
-    _globals["_CHUNK"]._serialized_start = 1955
-    _globals["_CHUNK"]._serialized_end = 2096
-    _globals["_TOKENLOGPROBS"]._serialized_start = 2098
-    _globals["_TOKENLOGPROBS"]._serialized_end = 2200
-    _globals["_CANDIDATE"]._serialized_start = 2202
-    _globals["_CANDIDATE"]._serialized_end = 2248
-    _globals["_COMPLETE"]._serialized_start = 2251
-    _globals["_COMPLETE"]._serialized_end = 2422
-    _globals["_USAGE"]._serialized_start = 2424
-    _globals["_USAGE"]._serialized_end = 2504
-    _globals["_TIMING"]._serialized_start = 2506
-    _globals["_TIMING"]._serialized_end = 2608
-    _globals["_ABORTREQUEST"]._serialized_start = 2610
-    _globals["_ABORTREQUEST"]._serialized_end = 2645
-    _globals["_ABORTRESPONSE"]._serialized_start = 2647
-    _globals["_ABORTRESPONSE"]._serialized_end = 2679
-    _globals["_TOKENIZEREQUEST"]._serialized_start = 2682
-    _globals["_TOKENIZEREQUEST"]._serialized_end = 2825
-    _globals["_TOKENIZERESPONSE"]._serialized_start = 2827
-    _globals["_TOKENIZERESPONSE"]._serialized_end = 2864
-    _globals["_DETOKENIZEREQUEST"]._serialized_start = 2866
-    _globals["_DETOKENIZEREQUEST"]._serialized_end = 2962
-    _globals["_DETOKENIZERESPONSE"]._serialized_start = 2964
-    _globals["_DETOKENIZERESPONSE"]._serialized_end = 2998
-    _globals["_GETMODELINFOREQUEST"]._serialized_start = 3000
-    _globals["_GETMODELINFOREQUEST"]._serialized_end = 3021
-    _globals["_GETMODELINFORESPONSE"]._serialized_start = 3024
-    _globals["_GETMODELINFORESPONSE"]._serialized_end = 3287
-    _globals["_GETSERVERINFOREQUEST"]._serialized_start = 3289
-    _globals["_GETSERVERINFOREQUEST"]._serialized_end = 3311
-    _globals["_GETSERVERINFORESPONSE"]._serialized_start = 3314
-    _globals["_GETSERVERINFORESPONSE"]._serialized_end = 3592
-    _globals["_GETSERVERINFORESPONSE_CONFIGENTRY"]._serialized_start = 3547
-    _globals["_GETSERVERINFORESPONSE_CONFIGENTRY"]._serialized_end = 3592
-    _globals["_INFERENCE"]._serialized_start = 3595
-    _globals["_INFERENCE"]._serialized_end = 4082
+  DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_GETSERVERINFORESPONSE_CONFIGENTRY']._loaded_options = None
+  _globals['_GETSERVERINFORESPONSE_CONFIGENTRY']._serialized_options = b'8\001'
+  _globals['_TOKENIDS']._serialized_start=40
+  _globals['_TOKENIDS']._serialized_end=63
+  _globals['_CHATMESSAGE']._serialized_start=65
+  _globals['_CHATMESSAGE']._serialized_end=109
+  _globals['_CHATMESSAGES']._serialized_start=111
+  _globals['_CHATMESSAGES']._serialized_end=170
+  _globals['_RESUME']._serialized_start=172
+  _globals['_RESUME']._serialized_end=227
+  _globals['_GENERATEREQUEST']._serialized_start=230
+  _globals['_GENERATEREQUEST']._serialized_end=553
+  _globals['_SAMPLINGPARAMS']._serialized_start=556
+  _globals['_SAMPLINGPARAMS']._serialized_end=1696
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1321
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1369
+  _globals['_CHOICE']._serialized_start=1698
+  _globals['_CHOICE']._serialized_end=1723
+  _globals['_GENERATERESPONSE']._serialized_start=1726
+  _globals['_GENERATERESPONSE']._serialized_end=1892
+  _globals['_STARTED']._serialized_start=1894
+  _globals['_STARTED']._serialized_end=1952
+  _globals['_CHUNK']._serialized_start=1955
+  _globals['_CHUNK']._serialized_end=2096
+  _globals['_TOKENLOGPROBS']._serialized_start=2098
+  _globals['_TOKENLOGPROBS']._serialized_end=2200
+  _globals['_CANDIDATE']._serialized_start=2202
+  _globals['_CANDIDATE']._serialized_end=2248
+  _globals['_COMPLETE']._serialized_start=2251
+  _globals['_COMPLETE']._serialized_end=2422
+  _globals['_USAGE']._serialized_start=2424
+  _globals['_USAGE']._serialized_end=2504
+  _globals['_TIMING']._serialized_start=2506
+  _globals['_TIMING']._serialized_end=2608
+  _globals['_ABORTREQUEST']._serialized_start=2610
+  _globals['_ABORTREQUEST']._serialized_end=2645
+  _globals['_ABORTRESPONSE']._serialized_start=2647
+  _globals['_ABORTRESPONSE']._serialized_end=2679
+  _globals['_TOKENIZEREQUEST']._serialized_start=2682
+  _globals['_TOKENIZEREQUEST']._serialized_end=2825
+  _globals['_TOKENIZERESPONSE']._serialized_start=2827
+  _globals['_TOKENIZERESPONSE']._serialized_end=2864
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2866
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2962
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2964
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2998
+  _globals['_GETMODELINFOREQUEST']._serialized_start=3000
+  _globals['_GETMODELINFOREQUEST']._serialized_end=3021
+  _globals['_GETMODELINFORESPONSE']._serialized_start=3024
+  _globals['_GETMODELINFORESPONSE']._serialized_end=3287
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=3289
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=3311
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=3314
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=3592
+  _globals['_GETSERVERINFORESPONSE_CONFIGENTRY']._serialized_start=3547
+  _globals['_GETSERVERINFORESPONSE_CONFIGENTRY']._serialized_end=3592
+  _globals['_INFERENCE']._serialized_start=3595
+  _globals['_INFERENCE']._serialized_end=4082
 # @@protoc_insertion_point(module_scope)

@@ -4,52 +4,55 @@
 # source: protos/link.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "protos/link.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'protos/link.proto'
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x11protos/link.proto\x12\x11\x63hairlift.link.v1"\x94\x04\n\x08\x45nvelope\x12\x19\n\x11scheduler_boot_id\x18\x01 \x01(\x04\x12\x16\n\x0eworker_boot_id\x18\x02 \x01(\x04\x12)\n\x05hello\x18\x03 \x01(\x0b\x32\x18.chairlift.link.v1.HelloH\x00\x12\x31\n\tconfigure\x18\x04 \x01(\x0b\x32\x1c.chairlift.link.v1.ConfigureH\x00\x12)\n\x05ready\x18\x05 \x01(\x0b\x32\x18.chairlift.link.v1.ReadyH\x00\x12\x30\n\tstep_plan\x18\x06 \x01(\x0b\x32\x1b.chairlift.link.v1.StepPlanH\x00\x12\x34\n\x0bstep_result\x18\x07 \x01(\x0b\x32\x1d.chairlift.link.v1.StepResultH\x00\x12\'\n\x04mask\x18\x08 \x01(\x0b\x32\x17.chairlift.link.v1.MaskH\x00\x12\x31\n\theartbeat\x18\t \x01(\x0b\x32\x1c.chairlift.link.v1.HeartbeatH\x00\x12)\n\x05\x66\x61ult\x18\n \x01(\x0b\x32\x18.chairlift.link.v1.FaultH\x00\x12+\n\x06resume\x18\x0b \x01(\x0b\x32\x19.chairlift.link.v1.ResumeH\x00\x12%\n\x03\x62ye\x18\x0c \x01(\x0b\x32\x16.chairlift.link.v1.ByeH\x00\x42\t\n\x07message"u\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\x05\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x05\x12\x14\n\x0cmemory_total\x18\x05 \x01(\x03\x12\x18\n\x10memory_available\x18\x06 \x01(\x03"\xb5\x03\n\tConfigure\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x11\n\tpage_size\x18\x04 \x01(\x05\x12\x12\n\nnum_blocks\x18\x05 \x01(\x03\x12\x1a\n\x12max_memory_percent\x18\x06 \x01(\x01\x12\x18\n\x10max_batch_tokens\x18\x07 \x01(\x05\x12\x1e\n\x16max_requests_per_batch\x18\x08 \x01(\x05\x12\x15\n\rmax_model_len\x18\t \x01(\x05\x12\x15\n\rdeterministic\x18\n \x01(\x08\x12\x16\n\x0euse_cuda_graph\x18\x0b \x01(\x08\x12\x1a\n\x12use_async_batching\x18\x0c \x01(\x08\x12\x1f\n\x17q_padding_interval_size\x18\r \x01(\x05\x12 \n\x18kv_padding_interval_size\x18\x0e \x01(\x05\x12\x19\n\x11\x63pu_offload_space\x18\x0f \x01(\x01\x12\x15\n\rweight_format\x18\x10 \x01(\t\x12\x11\n\tattention\x18\x11 \x01(\t\x12\x13\n\x0bnum_threads\x18\x12 \x01(\x05"\\\n\nCacheGroup\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\x05\x12\x16\n\x0esliding_window\x18\x03 \x01(\x05\x12\x18\n\x10\x62locks_per_chunk\x18\x04 \x01(\x05"\xbb\x02\n\x05Ready\x12\x12\n\nmodel_path\x18\x01 \x01(\t\x12\x12\n\nmodel_type\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\x05\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12-\n\x06groups\x18\x08 \x03(\x0b\x32\x1d.chairlift.link.v1.CacheGroup\x12\x11\n\tpage_size\x18\t \x01(\x05\x12\x12\n\nnum_chunks\x18\n \x01(\x05\x12\x13\n\x0b\x63hunk_bytes\x18\x0b \x01(\x03\x12\x17\n\x0fnum_swap_chunks\x18\x0c \x01(\x05\x12\x13\n\x0bgraph_sizes\x18\r \x03(\x05\x12\x11\n\tattention\x18\x0e \x01(\t"@\n\x08StepPlan\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x05\x12\x13\n\x0b\x61waits_mask\x18\x03 \x01(\x08"f\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x05\x12\x1b\n\x13\x64\x65vice_microseconds\x18\x03 \x01(\x03\x12\x1a\n\x12queue_microseconds\x18\x04 \x01(\x03">\n\x04Mask\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x16\n\x0esample_indices\x18\x02 \x03(\x05\x12\r\n\x05words\x18\x03 \x03(\x0c"Z\n\tHeartbeat\x12\x1a\n\x12last_finished_step\x18\x01 \x01(\x03\x12\x0c\n\x04\x62usy\x18\x02 \x01(\t\x12\x11\n\tbusy_step\x18\x03 \x01(\x03\x12\x10\n\x08progress\x18\x04 \x01(\x01"9\n\x05\x46\x61ult\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x10\n\x08is_fatal\x18\x03 \x01(\x08"\x1e\n\x06Resume\x12\x14\n\x0cnext_step_id\x18\x01 \x01(\x03"\x15\n\x03\x42ye\x12\x0e\n\x06reason\x18\x01 \x01(\tb\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11protos/link.proto\x12\x11\x63hairlift.link.v1\"\x94\x04\n\x08\x45nvelope\x12\x19\n\x11scheduler_boot_id\x18\x01 \x01(\x04\x12\x16\n\x0eworker_boot_id\x18\x02 \x01(\x04\x12)\n\x05hello\x18\x03 \x01(\x0b\x32\x18.chairlift.link.v1.HelloH\x00\x12\x31\n\tconfigure\x18\x04 \x01(\x0b\x32\x1c.chairlift.link.v1.ConfigureH\x00\x12)\n\x05ready\x18\x05 \x01(\x0b\x32\x18.chairlift.link.v1.ReadyH\x00\x12\x30\n\tstep_plan\x18\x06 \x01(\x0b\x32\x1b.chairlift.link.v1.StepPlanH\x00\x12\x34\n\x0bstep_result\x18\x07 \x01(\x0b\x32\x1d.chairlift.link.v1.StepResultH\x00\x12\'\n\x04mask\x18\x08 \x01(\x0b\x32\x17.chairlift.link.v1.MaskH\x00\x12\x31\n\theartbeat\x18\t \x01(\x0b\x32\x1c.chairlift.link.v1.HeartbeatH\x00\x12)\n\x05\x66\x61ult\x18\n \x01(\x0b\x32\x18.chairlift.link.v1.FaultH\x00\x12+\n\x06resume\x18\x0b \x01(\x0b\x32\x19.chairlift.link.v1.ResumeH\x00\x12%\n\x03\x62ye\x18\x0c \x01(\x0b\x32\x16.chairlift.link.v1.ByeH\x00\x42\t\n\x07message\"u\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\x05\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x05\x12\x14\n\x0cmemory_total\x18\x05 \x01(\x03\x12\x18\n\x10memory_available\x18\x06 \x01(\x03\"\xb5\x03\n\tConfigure\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x11\n\tpage_size\x18\x04 \x01(\x05\x12\x12\n\nnum_blocks\x18\x05 \x01(\x03\x12\x1a\n\x12max_memory_percent\x18\x06 \x01(\x01\x12\x18\n\x10max_batch_tokens\x18\x07 \x01(\x05\x12\x1e\n\x16max_requests_per_batch\x18\x08 \x01(\x05\x12\x15\n\rmax_model_len\x18\t \x01(\x05\x12\x15\n\rdeterministic\x18\n \x01(\x08\x12\x16\n\x0euse_cuda_graph\x18\x0b \x01(\x08\x12\x1a\n\x12use_async_batching\x18\x0c \x01(\x08\x12\x1f\n\x17q_padding_interval_size\x18\r \x01(\x05\x12 \n\x18kv_padding_interval_size\x18\x0e \x01(\x05\x12\x19\n\x11\x63pu_offload_space\x18\x0f \x01(\x01\x12\x15\n\rweight_format\x18\x10 \x01(\t\x12\x11\n\tattention\x18\x11 \x01(\t\x12\x13\n\x0bnum_threads\x18\x12 \x01(\x05\"\\\n\nCacheGroup\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\x05\x12\x16\n\x0esliding_window\x18\x03 \x01(\x05\x12\x18\n\x10\x62locks_per_chunk\x18\x04 \x01(\x05\"\xbb\x02\n\x05Ready\x12\x12\n\nmodel_path\x18\x01 \x01(\t\x12\x12\n\nmodel_type\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\x05\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12-\n\x06groups\x18\x08 \x03(\x0b\x32\x1d.chairlift.link.v1.CacheGroup\x12\x11\n\tpage_size\x18\t \x01(\x05\x12\x12\n\nnum_chunks\x18\n \x01(\x05\x12\x13\n\x0b\x63hunk_bytes\x18\x0b \x01(\x03\x12\x17\n\x0fnum_swap_chunks\x18\x0c \x01(\x05\x12\x13\n\x0bgraph_sizes\x18\r \x03(\x05\x12\x11\n\tattention\x18\x0e \x01(\t\"@\n\x08StepPlan\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x05\x12\x13\n\x0b\x61waits_mask\x18\x03 \x01(\x08\"f\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x05\x12\x1b\n\x13\x64\x65vice_microseconds\x18\x03 \x01(\x03\x12\x1a\n\x12queue_microseconds\x18\x04 \x01(\x03\">\n\x04Mask\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x16\n\x0esample_indices\x18\x02 \x03(\x05\x12\r\n\x05words\x18\x03 \x03(\x0c\"Z\n\tHeartbeat\x12\x1a\n\x12last_finished_step\x18\x01 \x01(\x03\x12\x0c\n\x04\x62usy\x18\x02 \x01(\t\x12\x11\n\tbusy_step\x18\x03 \x01(\x03\x12\x10\n\x08progress\x18\x04 \x01(\x01\"9\n\x05\x46\x61ult\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x10\n\x08is_fatal\x18\x03 \x01(\x08\"\x1e\n\x06Resume\x12\x14\n\x0cnext_step_id\x18\x01 \x01(\x03\"\x15\n\x03\x42ye\x12\x0e\n\x06reason\x18\x01 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "protos.link_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.link_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_ENVELOPE"]._serialized_start = 41
-    _globals["_ENVELOPE"]._serialized_end = 573
-    _globals["_HELLO"]._serialized_start = 575
-    _globals["_HELLO"]._serialized_end = 692
-    _globals["_CONFIGURE"]._serialized_start = 695
-    _globals["_CONFIGURE"]._serialized_end = 1132
-    _globals["_CACHEGROUP"]._serialized_start = 1134
-    _globals["_CACHEGROUP"]._serialized_end = 1226
-    _globals["_READY"]._serialized_start = 1229
-    _globals["_READY"]._serialized_end = 1544
-    _globals["_STEPPLAN"]._serialized_start = 1546
-    _globals["_STEPPLAN"]._serialized_end = 1610
-    _globals["_STEPRESULT"]._serialized_start = 1612
-    _globals["_STEPRESULT"]._serialized_end = 1714
-    _globals["_MASK"]._serialized_start = 1716
-    _globals["_MASK"]._serialized_end = 1778
-    _globals["_HEARTBEAT"]._serialized_start = 1780
-    _globals["_HEARTBEAT"]._serialized_end = 1870
-    _globals["_FAULT"]._serialized_start = 1872
-    _globals["_FAULT"]._serialized_end = 1929
-    _globals["_RESUME"]._serialized_start = 1931
-    _globals["_RESUME"]._serialized_end = 1961
-    _globals["_BYE"]._serialized_start = 1963
-    _globals["_BYE"]._serialized_end = 1984
+  DESCRIPTOR._loaded_options = None
+  _globals['_ENVELOPE']._serialized_start=41
+  _globals['_ENVELOPE']._serialized_end=573
+  _globals['_HELLO']._serialized_start=575
+  _globals['_HELLO']._serialized_end=692
+  _globals['_CONFIGURE']._serialized_start=695
+  _globals['_CONFIGURE']._serialized_end=1132
+  _globals['_CACHEGROUP']._serialized_start=1134
+  _globals['_CACHEGROUP']._serialized_end=1226
+  _globals['_READY']._serialized_start=1229
+  _globals['_READY']._serialized_end=1544
+  _globals['_STEPPLAN']._serialized_start=1546
+  _globals['_STEPPLAN']._serialized_end=1610
+  _globals['_STEPRESULT']._serialized_start=1612
+  _globals['_STEPRESULT']._serialized_end=1714
+  _globals['_MASK']._serialized_start=1716
+  _globals['_MASK']._serialized_end=1778
+  _globals['_HEARTBEAT']._serialized_start=1780
+  _globals['_HEARTBEAT']._serialized_end=1870
+  _globals['_FAULT']._serialized_start=1872
+  _globals['_FAULT']._serialized_end=1929
+  _globals['_RESUME']._serialized_start=1931
+  _globals['_RESUME']._serialized_end=1961
+  _globals['_BYE']._serialized_start=1963
+  _globals['_BYE']._serialized_end=1984
 # @@protoc_insertion_point(module_scope)

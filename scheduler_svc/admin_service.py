@@ -1,7 +1,8 @@
 """chairlift.v1.Admin: what an operator asks at 3 a.m.
 
-Reads, and the flush of the prefix cache, are questions to the engine's thread, which alone sees the state; the answers are plain
-values. What comes in a later version answers UNIMPLEMENTED with a sentence.
+Reads, and the flush of the prefix cache, are questions to the engine's thread, which alone sees the
+state; the answers are plain values. What comes in a later version answers UNIMPLEMENTED with a
+sentence.
 """
 
 from __future__ import annotations
