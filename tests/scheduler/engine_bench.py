@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from protos import link_pb2
+from scheduler_svc.core.check import check
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry, Limits
 from scheduler_svc.core.policies import FIFO, Policy
 from scheduler_svc.core.request import NewRequest, Sampling
@@ -50,11 +51,19 @@ class Bench:
         geometry: Geometry = GEOMETRY,
         policy: Policy = FIFO,
         num_rows: int = 4,
+        max_batch_tokens: int = 16,
+        allow_block_sharing: bool = True,
     ) -> None:
         self.now = 100.0
         self.events: list[Event] = []
         self.statuses: list[Status] = []
-        limits = Limits(16, num_rows, safety_margin=policy.safety_margin, max_plans_in_flight=depth)
+        limits = Limits(
+            max_batch_tokens,
+            num_rows,
+            safety_margin=policy.safety_margin,
+            max_plans_in_flight=depth,
+            allow_block_sharing=allow_block_sharing,
+        )
         self.link = MemoryLink(geometry, num_rows)
         self.engine = Engine(
             limits,
@@ -148,5 +157,20 @@ class Bench:
         return answer.result(0)
 
 
-def right(prompt: list[int], max_tokens: int) -> list[int]:
-    return expected_tokens([prompt], [max_tokens], 50)[0]
+def right(prompt: list[int], max_tokens: int, geometry: Geometry = GEOMETRY) -> list[int]:
+    """What a greedy request must say."""
+    windows = [group.sliding_window for group in geometry.groups]
+    return expected_tokens([prompt], [max_tokens], 50, windows=windows)[0]
+
+
+def assert_nothing_is_held(bench: Bench) -> None:
+    """Once the plans in flight have returned."""
+    while bench.link.answer():
+        bench.turn()
+    state = bench.engine._state
+    assert state.requests == {}
+    assert not state.rows.running
+    assert state.pool.num_free == state.pool.num_usable
+    assert state.swap_pool.num_free == state.swap_pool.num_usable
+    assert state.prefix_cache.num_promised == 0
+    check(state)
