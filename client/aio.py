@@ -17,7 +17,15 @@ from typing import Any, Self, Unpack
 
 import grpc
 
-from client.answers import Answer, Completion, Delta, Started, Transcript, Usage
+from client.answers import (
+    Answer,
+    Completion,
+    Delta,
+    Started,
+    Transcript,
+    Usage,
+    with_siblings,
+)
 from client.connection import CHANNEL_OPTIONS, DEFAULT_ADDRESS, READY_POLL_SECONDS
 from client.errors import ChairliftError, DeadlineExceeded, Unavailable, from_status
 from client.requests import (
@@ -187,7 +195,7 @@ class AsyncChairlift:
     ) -> Answer:
         """The whole answer in one piece, for code that shows no progress.
 
-        With n > 1 only the first sibling is returned: use `generate(…).answers()` for all.
+        With n > 1 it is the first of them; the others are its `siblings`.
         """
         request = generate_request(
             prompt,
@@ -198,7 +206,7 @@ class AsyncChairlift:
             stream=False,
         )
         call = self._inference.Generate(request, timeout=self._deadline(timeout))
-        return (await AsyncTokenStream(call, self).answers())[0]
+        return with_siblings(await AsyncTokenStream(call, self).answers())
 
     async def abort(self, *request_ids: str, timeout: float | None = None) -> list[str]:
         """Ends live requests, of any client, with finish_reason abort; which of them were live."""
@@ -278,6 +286,13 @@ class AsyncChairlift:
             self._admin.GetCache, admin_pb2.GetCacheRequest(), timeout
         )
         return response
+
+    async def flush_cache(self, *, timeout: float | None = None) -> int:
+        """Empties the prefix cache; how many blocks can no longer be found."""
+        response: admin_pb2.FlushCacheResponse = await self._call(
+            self._admin.FlushCache, admin_pb2.FlushCacheRequest(), timeout
+        )
+        return response.blocks_flushed
 
     async def is_ready(self, *, timeout: float | None = None) -> bool:
         """Whether a request would run now; False also where nobody answers."""

@@ -6,7 +6,7 @@ Pure: reads messages, knows no connection. `Transcript` is shared by the sync an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from protos import inference_pb2
 
@@ -76,6 +76,7 @@ class Answer:
     completion: Completion
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    siblings: tuple[Answer, ...] = ()  # `complete` with n > 1: the other answers, by index
 
     @property
     def finish_reason(self) -> str:
@@ -131,6 +132,12 @@ class Transcript:
             logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
             prompt_logprobs=tuple(entry for delta in deltas for entry in delta.prompt_logprobs),
         )
+
+
+def with_siblings(answers: Sequence[Answer]) -> Answer:
+    """The first answer, which then holds the others."""
+    first, *others = answers
+    return replace(first, siblings=tuple(others))
 
 
 def _delta(response: inference_pb2.GenerateResponse) -> Delta:

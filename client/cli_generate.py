@@ -24,6 +24,7 @@ _DEFAULT_MAX_TOKENS = 256
 _EXAMPLES = """\
 examples:
   chairlift generate "Once upon a time"
+  chairlift generate --n 3 "Once upon a time"
   chairlift generate --chat "Why is the sky blue?" "Name three rivers."
   cat letter.txt | chairlift generate -
   chairlift generate --lines --json - < prompts.txt > answers.jsonl
@@ -70,7 +71,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--priority", type=int, metavar="N", help="lower runs first")
     parser.add_argument("--cache-salt", default="", metavar="TEXT", help="isolates cached prefixes")
-    cli_options.add_sampling(parser, max_tokens=_DEFAULT_MAX_TOKENS)
+    cli_options.add_sampling(parser, max_tokens=_DEFAULT_MAX_TOKENS, has_siblings=True)
     cli_options.add_server(parser)
     parser.set_defaults(run=lambda options: run(parser, options))
 

@@ -7,7 +7,7 @@ import argparse
 from client.connection import DEFAULT_ADDRESS
 from client.requests import SamplingOptions
 
-_SAMPLING: tuple[tuple[str, type, str], ...] = (
+_ONE_ANSWER: tuple[tuple[str, type, str], ...] = (
     ("temperature", float, "0 = always the most probable token"),
     ("top_p", float, "sample among the tokens that hold this share of probability"),
     ("top_k", int, "sample among this many tokens; 0 = all"),
@@ -18,8 +18,8 @@ _SAMPLING: tuple[tuple[str, type, str], ...] = (
     ("frequency_penalty", float, "the same, by how often"),
     ("presence_penalty", float, "the same, once"),
     ("seed", int, "same seed, same answer"),
-    ("n", int, "answers per prompt"),
 )
+_SAMPLING = (*_ONE_ANSWER, ("n", int, "answers per prompt, side by side"))
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
@@ -30,10 +30,12 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--timeout", type=float, metavar="SECONDS", help="deadline of each request")
 
 
-def add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None = None) -> None:
+def add_sampling(
+    parser: argparse.ArgumentParser, max_tokens: int | None = None, *, has_siblings: bool = False
+) -> None:
     """Options that are not given stay unset: the model's own defaults apply."""
     group = parser.add_argument_group("sampling (not given: the model's own defaults)")
-    for name, kind, help_text in _SAMPLING:
+    for name, kind, help_text in _SAMPLING if has_siblings else _ONE_ANSWER:
         default = max_tokens if name == "max_tokens" else None
         note = f"{help_text} (default: {default})" if default is not None else help_text
         flag = "--" + name.replace("_", "-")
@@ -50,5 +52,5 @@ def add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None = None)
 def sampling(options: argparse.Namespace) -> SamplingOptions:
     """What was given of it."""
     names = [name for name, _, _ in _SAMPLING] + ["stop", "ignore_eos"]
-    given = {name: getattr(options, name) for name in names}
+    given = {name: getattr(options, name, None) for name in names}
     return {name: value for name, value in given.items() if value is not None}  # type: ignore[return-value]

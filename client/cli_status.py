@@ -81,30 +81,38 @@ def report(
 
 
 def _cache_lines(cache: admin_pb2.GetCacheResponse) -> list[str]:
-    used = cache.chunks_total - cache.chunks_free
     size = cache.chunks_total * cache.chunk_bytes / 2**20
-    lines = [
-        f"cache     {used} of {cache.chunks_total} chunks in use ({used / cache.chunks_total:.0%}) "
-        f"of {size:.0f} MiB; page_size {cache.page_size}"
-    ]
+    line = f"cache     {_used(cache.chunks_total, cache.chunks_free)} of {size:.0f} MiB"
+    if cache.tokens_stored:
+        line += f", their pages {cache.utilisation:.0%} full"
+    lines = [f"{line}; page_size {cache.page_size}"]
     if cache.prefix_queries:
         hits = cache.prefix_hits / cache.prefix_queries
-        lines.append(f"prefixes  {hits:.0%} of {cache.prefix_queries} prompt tokens found")
-    moved = cache.offloads + cache.soft_resets
-    if cache.swap_chunks_total or moved:
+        cached = sum(group.blocks_cached for group in cache.groups)
         lines.append(
-            f"shortage  {cache.offloads} offloads, {cache.restores} restores, "
-            f"{cache.soft_resets} soft resets; swap {cache.swap_chunks_free} of "
-            f"{cache.swap_chunks_total} chunks free"
+            f"prefixes  {hits:.0%} of {cache.prefix_queries} prompt tokens found; "
+            f"{cached} free blocks hold some"
+        )
+    if cache.swap_chunks_total:
+        lines.append(f"swap      {_used(cache.swap_chunks_total, cache.swap_chunks_free)}")
+    preemptions = cache.offloads + cache.soft_resets
+    if preemptions:
+        lines.append(
+            f"shortage  {preemptions} preemptions: {cache.offloads} offloads "
+            f"({cache.restores} restored), {cache.soft_resets} soft resets"
         )
     return lines
+
+
+def _used(total: int, free: int) -> str:
+    return f"{total - free} of {total} chunks in use ({(total - free) / total:.0%})"
 
 
 def _request_lines(requests: Sequence[admin_pb2.RequestSummary]) -> list[str]:
     rows = [("request", "state", "prompt", "output", "age")]
     rows += [
         (
-            request.request_id,
+            request.request_id + (f"[{request.index}]" if request.index else ""),
             request.state + (" (offloaded)" if request.offloaded else ""),
             str(request.prompt_tokens),
             f"{request.completion_tokens}/{request.max_tokens}",

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RequestSummary(_message.Message):
-    __slots__ = ("request_id", "state", "offloaded", "priority", "prompt_tokens", "computed_tokens", "completion_tokens", "max_tokens", "preemptions", "age_seconds")
+    __slots__ = ("request_id", "state", "offloaded", "priority", "prompt_tokens", "computed_tokens", "completion_tokens", "max_tokens", "preemptions", "age_seconds", "index")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     OFFLOADED_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class RequestSummary(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     state: str
     offloaded: bool
@@ -28,7 +29,8 @@ class RequestSummary(_message.Message):
     max_tokens: int
     preemptions: int
     age_seconds: float
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., offloaded: _Optional[bool] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., age_seconds: _Optional[float] = ...) -> None: ...
+    index: int
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., offloaded: _Optional[bool] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., age_seconds: _Optional[float] = ..., index: _Optional[int] = ...) -> None: ...
 
 class ListRequestsRequest(_message.Message):
     __slots__ = ("state", "limit")

@@ -101,7 +101,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetRequest(self, request, context):
-        """NOT_FOUND when not live
+        """NOT_FOUND when not live. Of a request with siblings it shows the first that lives.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,7 +120,8 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Empties the prefix cache; requests that run keep what they share already.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -13,12 +13,11 @@ from scheduler_svc.config import Config, ConfigError, prepare_worker_address
 from scheduler_svc.config_sources import load_config
 from scheduler_svc.core import views
 from scheduler_svc.core.limits import Limits
+from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.engine import Engine
 from scheduler_svc.events import Event, Status
 from scheduler_svc.server import CannotListen, EngineCrashed, serve
 from scheduler_svc.worker_link import WorkerLink
-
-FIFO_SAFETY_MARGIN = 0.15
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +45,8 @@ def make_engine(
     deliver: Callable[[list[Event]], None],
     on_status: Callable[[Status], None],
 ) -> Engine:
-    margin = FIFO_SAFETY_MARGIN if config.safety_margin is None else config.safety_margin
+    policy = POLICIES[config.scheduler_type]
+    margin = policy.safety_margin if config.safety_margin is None else config.safety_margin
     return Engine(
         Limits(
             max_batch_tokens=config.max_batch_tokens,
@@ -54,11 +54,13 @@ def make_engine(
             cache_budget=config.cache_budget,
             safety_margin=margin,
             max_plans_in_flight=2 if config.use_async_batching else 1,
+            allow_block_sharing=config.allow_block_sharing,
         ),
         config.to_configure(),
         WorkerLink(config.worker_address, boot_id=secrets.randbits(63) | 1),
         deliver,
         on_status,
+        policy=policy,
         max_queue_size=config.max_queue_size,
         heartbeat_timeout=config.heartbeat_timeout,
     )

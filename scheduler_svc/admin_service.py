@@ -1,7 +1,8 @@
 """chairlift.v1.Admin: what an operator asks at 3 a.m.
 
-Reads are questions to the engine's thread, which alone sees the state; the answers are plain
-values. What comes in a later version answers UNIMPLEMENTED with a sentence.
+Reads, and the flush of the prefix cache, are questions to the engine's thread, which alone sees the
+state; the answers are plain values. What comes in a later version answers UNIMPLEMENTED with a
+sentence.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
     async def FlushCache(
         self, request: pb.FlushCacheRequest, context: Context
     ) -> pb.FlushCacheResponse:
-        _later("Admin.FlushCache (there is no prefix cache yet)")
+        flushed = await asyncio.wrap_future(self._engine.flush_cache())
+        return pb.FlushCacheResponse(blocks_flushed=flushed)
 
     async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
         _later("Admin.Pause (refusing new requests for a while)")

@@ -38,9 +38,16 @@ class Admitted:
     seed: int  # the one in effect
 
 
-def admit(request: pb.GenerateRequest, request_id: str, drawn_seed: int, model: Model) -> Admitted:
+def admit(
+    request: pb.GenerateRequest,
+    request_id: str,
+    drawn_seed: int,
+    model: Model,
+    max_requests_per_batch: int,
+) -> Admitted:
     """Raises RequestRejected or NotImplementedYet. `drawn_seed` counts when none was asked for."""
     asked = request.sampling
+    n = num_siblings(asked, max_requests_per_batch)
     refuse_what_comes_later(request)
     sampling = _sampling(asked, drawn_seed, model)
     stops = _stop_strings(asked)
@@ -48,12 +55,16 @@ def admit(request: pb.GenerateRequest, request_id: str, drawn_seed: int, model: 
         raise RequestRejected("cache_salt", request.cache_salt, f"up to {MAX_ID_CHARS} characters")
 
     prompt = prompt_token_ids(request, model)
-    text = OutputText(
-        model.tokenizer.decoder(_or(asked, "skip_special_tokens", True)),
-        prompt,
-        stop=stops,
-        include_stop_str_in_output=asked.include_stop_str_in_output,
-    )
+    decoder = model.tokenizer.decoder(_or(asked, "skip_special_tokens", True))
+    texts = [
+        OutputText(
+            decoder,
+            prompt,
+            stop=stops,
+            include_stop_str_in_output=asked.include_stop_str_in_output,
+        )
+        for _ in range(n)
+    ]
     new = NewRequest(
         request_id,
         prompt,
@@ -61,8 +72,9 @@ def admit(request: pb.GenerateRequest, request_id: str, drawn_seed: int, model: 
         sampling=sampling,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        n=n,
     )
-    return Admitted(Submission(new, text), sampling.seed)
+    return Admitted(Submission(new, texts), sampling.seed)
 
 
 def check_request_id(request_id: str) -> None:
@@ -70,6 +82,17 @@ def check_request_id(request_id: str) -> None:
         raise RequestRejected(
             "request_id", request_id, f"up to {MAX_ID_CHARS} printable characters; empty = made up"
         )
+
+
+def num_siblings(asked: pb.SamplingParams, max_requests_per_batch: int) -> int:
+    """How many answers are wanted. Raises RequestRejected.
+
+    Siblings get their first tokens from one step, so all of them must find a place in it.
+    """
+    allowed = f"1 to {max_requests_per_batch} (max_requests_per_batch)"
+    _check_range(asked, "n", 1, max_requests_per_batch, allowed)
+    n: int = _or(asked, "n", 1)
+    return n
 
 
 def prompt_token_ids(
@@ -116,7 +139,6 @@ def refuse_what_comes_later(request: pb.GenerateRequest) -> None:
         "min_tokens": asked.min_tokens > 0,
         "logit_bias": bool(asked.logit_bias),
         "bad_words": bool(asked.bad_words),
-        "n": asked.n > 1,
         "beam_width": asked.beam_width > 1,
         "length_penalty": _or(asked, "length_penalty", 1.0) != 1.0,
         "early_stopping": asked.early_stopping,
@@ -141,7 +163,7 @@ def _check_later_ranges(asked: pb.SamplingParams) -> None:
         _check_range(asked, name, -2.0, 2.0, "-2 to 2")
     _check_range(asked, "length_penalty", -math.inf, math.inf, "a number")
     for name, minimum in {
-        "n": 1, "beam_width": 1, "min_tokens": 0, "logprobs": 0, "prompt_logprobs": 0
+        "beam_width": 1, "min_tokens": 0, "logprobs": 0, "prompt_logprobs": 0
     }.items():  # fmt: skip
         _check_range(asked, name, minimum, math.inf, f"at least {minimum}")
 

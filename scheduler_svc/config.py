@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from protos import link_pb2
+from scheduler_svc.core.policies import POLICIES
 
 MAX_IPC_PATH_BYTES: Final = 107  # what a Unix socket's address holds
 
@@ -83,9 +84,6 @@ def prepare_worker_address(address: str) -> None:
         raise OSError(f"{folder} belongs to another user; set worker_address")
 
 
-_YET: Final = "comes in a later version, false until then"
-
-
 @dataclass(frozen=True, slots=True)
 class Config:
     # What is served
@@ -122,9 +120,8 @@ class Config:
     # The batch
     scheduler_type: str = setting(
         "fifo",
-        "order of requests",
-        choices=("fifo", "prefill_first", "priority", "static"),
-        now=("fifo",),
+        "order of requests; static = padded batches, for comparison only",
+        choices=tuple(POLICIES),
     )
     max_batch_tokens: int = setting(
         2048,
@@ -138,7 +135,9 @@ class Config:
     cache_budget: int = setting(0, "KV pages read in one step; 0 = the whole pool", minimum=0)
     safety_margin: float | None = setting(
         None,
-        "share of the pool below which new prefills wait; unset = by policy (fifo 0.15)",
+        "share of the pool below which new prefills wait; unset = by policy ("
+        + ", ".join(f"{policy.name} {policy.safety_margin:g}" for policy in POLICIES.values())
+        + ")",
         minimum=0.0,
         maximum=0.99,
     )
@@ -155,17 +154,25 @@ class Config:
         minimum=0.0,
         maximum=1.0,
     )
-    allow_block_sharing: bool = setting(False, f"prefix cache; {_YET}", now=(False,))
+    allow_block_sharing: bool = setting(
+        True, "prefix cache: requests that begin alike share KV, unless their cache_salt differs"
+    )
     cpu_offload_space: float = setting(
-        0.0, "GiB of host memory to swap KV to; comes in a later version, 0 until then",
+        0.0,
+        "GiB of host memory to swap KV to when the pool is short; 0 = compute it again",
         minimum=0.0,
-        now=(0.0,),
-    )  # fmt: skip
+    )
 
     # How the worker executes
-    use_cuda_graph: bool = setting(False, f"capture steps as CUDA graphs; {_YET}", now=(False,))
+    use_cuda_graph: bool = setting(
+        False,
+        "capture steps as CUDA graphs; comes in a later version, false until then",
+        now=(False,),
+    )
     use_async_batching: bool = setting(
-        False, f"plan the next step while one runs; {_YET}", now=(False,)
+        False,
+        "plan the next step while one runs; the worker still executes one after the other, it "
+        "overlaps them in a later version",
     )
     q_padding_interval_size: int = setting(
         8, "rows between two decode graphs; no effect before graphs are there", minimum=1

@@ -42,7 +42,7 @@ from scheduler_svc.errors import (
     RequestRejected,
     Unavailable,
 )
-from scheduler_svc.events import Event, ModelFacts, Status, Submission
+from scheduler_svc.events import Event, ModelFacts, Status, Submission, TextStream
 from scheduler_svc.worker_link import Link, WorkerMessage
 
 logger = logging.getLogger(__name__)
@@ -117,6 +117,10 @@ class Engine:
         """Reads the state in the engine's thread, between two steps."""
         return self._call(lambda: question(self._state))
 
+    def flush_cache(self) -> Future[int]:
+        """Empties the prefix cache; how many blocks lost their content's name."""
+        return self._call(self.on_flush_cache)
+
     def _call(self, function: Callable[[], T]) -> Future[T]:
         answer: Future[T] = Future()
 
@@ -169,7 +173,7 @@ class Engine:
             self._answers.refuse(new.request_id, error)
             return
         family = self._state.submit(new)
-        texts = submission.texts or [None] * len(family)
+        texts: Sequence[TextStream | None] = submission.texts or [None] * len(family)
         for request, text in zip(family, texts, strict=True):
             self._answers.begin(request, text)
         self._is_checked = False
@@ -198,6 +202,10 @@ class Engine:
                     self._state.finish(answer.request, FinishReason.ABORT)
                 self._answers.end(answer)
         return aborted
+
+    def on_flush_cache(self) -> int:
+        self._is_checked = False
+        return self._state.flush_cache()
 
     def on_worker(self, message: WorkerMessage) -> None:
         self._last_heard = self._clock()

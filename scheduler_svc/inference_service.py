@@ -24,12 +24,12 @@ import grpc
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from scheduler_svc.admission import admit, check_request_id, prompt_token_ids
+from scheduler_svc.admission import admit, check_request_id, num_siblings, prompt_token_ids
 from scheduler_svc.config import Config
 from scheduler_svc.errors import DeadlineExceeded, RequestRejected
-from scheduler_svc.events import Delta, Failed, Finished
+from scheduler_svc.events import Delta, Finished
 from scheduler_svc.served_model import Model, ServedModel
-from scheduler_svc.streams import LiveStream, LiveStreams, ended_unseen
+from scheduler_svc.streams import LiveStream, LiveStreams
 
 if TYPE_CHECKING:
     from scheduler_svc.engine import Engine
@@ -49,7 +49,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         check_request_id(request.request_id)
-        stream = self._streams.open(request.request_id or uuid.uuid4().hex)
+        n = num_siblings(request.sampling, self._config.max_requests_per_batch)
+        stream = self._streams.open(request.request_id or uuid.uuid4().hex, n)
         try:
             async with _time_limit(self._config.request_timeout):
                 await self._start(request, stream, context)
@@ -58,7 +59,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
                 else:
                     await _write_whole(stream, context)
         finally:
-            if stream.is_submitted and not isinstance(stream.ending, Finished):
+            if stream.is_submitted and not stream.is_complete:
                 self._engine.abort([stream.request_id])  # of one that has failed: does nothing
             self._streams.close(stream)
 
@@ -68,8 +69,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
         asked = dict.fromkeys(request.request_ids)
         for request_id in asked:
             stream = self._streams.get(request_id)
-            if stream is not None and not stream.is_submitted and stream.ending is None:
-                stream.put(ended_unseen(request_id))
+            if stream is not None and not stream.is_submitted and not stream.has_ended:
+                stream.end_unseen()
                 aborted.add(request_id)
             else:
                 in_engine.append(request_id)
@@ -137,9 +138,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
         model = await self._model_unless_ended(stream)
         if model is not None:
             drawn = secrets.randbits(63)
-            admitted = await asyncio.to_thread(admit, request, stream.request_id, drawn, model)
+            limit = self._config.max_requests_per_batch
+            admitted = await asyncio.to_thread(
+                admit, request, stream.request_id, drawn, model, limit
+            )
             seed = admitted.seed
-            if stream.ending is None:
+            if not stream.has_ended:
                 self._engine.submit(admitted.submission)
                 stream.is_submitted = True
         started = pb.Started(request_id=stream.request_id, seed=seed, model=self._config.model_name)
@@ -158,25 +162,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
 
 
 async def _write_deltas(stream: LiveStream, context: Context) -> None:
-    while isinstance(event := await stream.next(), Delta):
-        await context.write(pb.GenerateResponse(chunk=_chunk(event)))
-    await _write_end(event, context)
+    while (event := await stream.next()) is not None:
+        await context.write(_response(event))
 
 
 async def _write_whole(stream: LiveStream, context: Context) -> None:
-    await stream.ended.wait()
-    event = stream.take() or Delta(stream.request_id, [], "")
-    ending = await stream.next()
-    if isinstance(ending, Finished):
-        await context.write(pb.GenerateResponse(chunk=_chunk(event)))
-    await _write_end(ending, context)
-
-
-async def _write_end(event: Delta | Finished | Failed, context: Context) -> None:
-    if isinstance(event, Failed):
-        raise event.error
-    if isinstance(event, Finished):
-        await context.write(pb.GenerateResponse(complete=_complete(event)))
+    for delta, end in await stream.whole():
+        await context.write(_response(delta))
+        await context.write(_response(end))
 
 
 def _default_sampling(model: Model) -> pb.SamplingParams:
@@ -186,8 +179,11 @@ def _default_sampling(model: Model) -> pb.SamplingParams:
     return params
 
 
-def _chunk(delta: Delta) -> pb.Chunk:
-    return pb.Chunk(text=delta.text, token_ids=delta.token_ids)
+def _response(event: Delta | Finished) -> pb.GenerateResponse:
+    if isinstance(event, Finished):
+        return pb.GenerateResponse(index=event.index, complete=_complete(event))
+    chunk = pb.Chunk(text=event.text, token_ids=event.token_ids)
+    return pb.GenerateResponse(index=event.index, chunk=chunk)
 
 
 def _complete(event: Finished) -> pb.Complete:

@@ -1,11 +1,13 @@
 """Live requests as the edge sees them: events from the engine's thread to the gRPC handlers.
 
 The engine delivers its events once per step; one hand-over into the event loop brings them all,
-and each goes to the stream of its request. A stream holds at most one delta that nobody has taken
-yet: what comes meanwhile is merged into it, so that a slow client costs no memory but its text.
+and each goes to the stream of its request. A stream holds at most one delta per sibling that
+nobody has taken yet: what comes meanwhile is merged into it, so that a slow client costs no memory
+but its text.
 
-An id is live from `open` until the engine has said Finished or Failed, even when its client has
-gone before: otherwise late events of the first request could reach a second one of the same id.
+An id is live from `open` until the engine has said how the request ended (Finished for every
+sibling, or Failed), even when its client has gone before: otherwise late events of the first
+request could reach a second one of the same id.
 
 Everything but `deliver` belongs to the event loop's thread.
 """
@@ -15,54 +17,111 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from scheduler_svc.core.request import FinishReason
 from scheduler_svc.errors import ChairliftError, DuplicateRequest
 from scheduler_svc.events import Delta, Event, Failed, Finished
 
 
+@dataclass(slots=True)
+class _Sibling:
+    """What has come for one sibling and was not taken yet, and its end."""
+
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # one per delta, so that empty text is news
+    end: Finished | None = None
+
+
 class LiveStream:
     """One request's events, for the one handler that waits for them."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, num_siblings: int = 1) -> None:
         self.request_id = request_id
+        self.num_siblings = num_siblings
         self.arrival = time.monotonic()
         self.is_submitted = False  # the engine knows it, and will tell how it ends
-        self.ending: Finished | Failed | None = None
         self.ended = asyncio.Event()
-        self._token_ids: list[int] = []
-        self._texts: list[str] = []
+        self._failure: Failed | None = None
+        self._siblings: dict[int, _Sibling] = {}  # those of which anything has come
+        self._num_finished = 0
+        self._fresh: dict[int, None] = {}  # siblings with news; who has waited longest is first
         self._news = asyncio.Event()
 
+    @property
+    def has_ended(self) -> bool:
+        """Every sibling has, or the request has failed."""
+        return self.ended.is_set()
+
+    @property
+    def is_complete(self) -> bool:
+        """Every sibling has ended, and nothing failed."""
+        return self._num_finished == self.num_siblings
+
     def put(self, event: Event) -> None:
-        if isinstance(event, Delta):
-            self._token_ids += event.token_ids
-            self._texts.append(event.text)
-        else:
-            self.ending = event
+        if isinstance(event, Failed):
+            self._failure = event
             self.ended.set()
+        else:
+            sibling = self._siblings.setdefault(event.index, _Sibling())
+            if isinstance(event, Delta):
+                sibling.token_ids += event.token_ids
+                sibling.texts.append(event.text)
+            else:
+                sibling.end = event
+                self._num_finished += 1
+                if self.is_complete:
+                    self.ended.set()
+            self._fresh[event.index] = None
         self._news.set()
 
-    async def next(self) -> Event:
-        """All tokens and text since the last call as one Delta; at last Finished or Failed."""
-        while not self._texts and self.ending is None:
+    def end_unseen(self) -> None:
+        """Ends every sibling as aborted: the engine never knew the request."""
+        for index in range(self.num_siblings):
+            self.put(ended_unseen(self.request_id, index))
+
+    async def next(self) -> Delta | Finished | None:
+        """What has come for one of the siblings: all its tokens and text since it was its turn
+        last as one Delta, or its end. None when all of it has been taken.
+
+        Raises what failed the request, once all that was said before has been taken.
+        """
+        while not self._fresh and not self.has_ended:
             self._news.clear()
             await self._news.wait()
-        return self.take() or self._end()
+        if self._fresh:
+            return self._take(next(iter(self._fresh)))
+        if self._failure is not None:
+            raise self._failure.error
+        return None
 
-    def take(self) -> Delta | None:
-        """What has come, without waiting."""
-        if not self._texts:
-            return None
-        delta = Delta(self.request_id, self._token_ids, "".join(self._texts))
-        self._token_ids = []
-        self._texts = []
+    async def whole(self) -> list[tuple[Delta, Finished]]:
+        """Everything of every sibling, by index, when all have ended. Raises what failed it."""
+        await self.ended.wait()
+        if self._failure is not None:
+            raise self._failure.error
+        answers = []
+        for index, sibling in sorted(self._siblings.items()):
+            assert sibling.end is not None, f"sibling {index} of {self.request_id} has no end"
+            answers.append((self._delta(index, sibling), sibling.end))
+        return answers
+
+    def _take(self, index: int) -> Delta | Finished:
+        """The next event of a sibling that has news; it goes to the end of the line."""
+        sibling = self._siblings[index]
+        del self._fresh[index]
+        if not sibling.texts:
+            assert sibling.end is not None, f"stream {self.request_id} woke up without news"
+            return sibling.end
+        if sibling.end is not None:
+            self._fresh[index] = None
+        return self._delta(index, sibling)
+
+    def _delta(self, index: int, sibling: _Sibling) -> Delta:
+        delta = Delta(self.request_id, index, sibling.token_ids, "".join(sibling.texts))
+        sibling.token_ids = []
+        sibling.texts = []
         return delta
-
-    def _end(self) -> Finished | Failed:
-        if self.ending is None:
-            raise AssertionError(f"stream {self.request_id} woke up without news")
-        return self.ending
 
 
 class LiveStreams:
@@ -79,20 +138,20 @@ class LiveStreams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(self, request_id: str) -> LiveStream:
+    def open(self, request_id: str, num_siblings: int = 1) -> LiveStream:
         """Raises DuplicateRequest, or what `refuse` was given."""
         if self._refusal is not None:
             raise self._refusal
         if request_id in self._streams:
             raise DuplicateRequest(request_id)
-        stream = LiveStream(request_id)
+        stream = LiveStream(request_id, num_siblings)
         self._streams[request_id] = stream
         self._idle.clear()
         return stream
 
     def close(self, stream: LiveStream) -> None:
         """Its handler has ended, for whatever reason."""
-        if stream.is_submitted and stream.ending is None:
+        if stream.is_submitted and not stream.has_ended:
             self._abandoned.add(stream.request_id)
         else:
             self._forget(stream.request_id)
@@ -111,12 +170,12 @@ class LiveStreams:
     def fail_waiting(self, error: ChairliftError) -> None:
         """Those that the engine does not know yet: nothing of them is lost by trying elsewhere."""
         for stream in self.waiting_here():
-            if stream.ending is None:
+            if not stream.has_ended:
                 stream.put(Failed(stream.request_id, error))
 
     def fail_all(self, error: ChairliftError) -> None:
         for request_id, stream in self._streams.items():
-            if stream.ending is None:
+            if not stream.has_ended:
                 stream.put(Failed(request_id, error))
 
     async def wait_idle(self) -> None:
@@ -135,7 +194,9 @@ class LiveStreams:
             if event.request_id not in self._abandoned:
                 stream.put(event)
             elif not isinstance(event, Delta):
-                self._forget(event.request_id)
+                stream.put(event)
+                if stream.has_ended:
+                    self._forget(event.request_id)
 
     def _forget(self, request_id: str) -> None:
         self._abandoned.discard(request_id)
@@ -144,10 +205,11 @@ class LiveStreams:
             self._idle.set()
 
 
-def ended_unseen(request_id: str) -> Finished:
-    """How a request ends that was aborted before the engine knew it."""
+def ended_unseen(request_id: str, index: int = 0) -> Finished:
+    """How a sibling ends whose request was aborted before the engine knew it."""
     return Finished(
         request_id,
+        index,
         FinishReason.ABORT,
         stop_token_id=None,
         stop_string=None,

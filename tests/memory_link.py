@@ -73,10 +73,12 @@ class MemoryLink:
                     link_pb2.CacheGroup(
                         kind=group.kind,
                         layers=range(group.num_layers),
+                        sliding_window=group.sliding_window,
                         blocks_per_chunk=group.blocks_per_chunk,
                     )
                     for group in geometry.groups
                 ],
+                num_swap_chunks=geometry.num_swap_chunks,
             )
         )
 

@@ -92,6 +92,8 @@ def _assign(state: State, admission: Admission) -> None:
     for sibling, sibling_row in zip(request.siblings, sibling_rows, strict=True):
         rows.assign(sibling, sibling_row)
         rows.awaits_fork[sibling_row] = True
+        sibling.was_admitted = True  # its prompt was looked up with the first one's
+        sibling.num_cached_tokens = request.num_cached_tokens
         sibling.state = RequestState.PREFILLING
     for group, blocks in enumerate(admission.tables):
         state.allocators[group].share(blocks[blocks >= 0])

@@ -246,6 +246,17 @@ class State:
         for group, blocks in freed:
             self.swap_allocators[group].give(blocks)
 
+    def flush_cache(self) -> int:
+        """Forgets the names of all blocks, so that nothing is found again; how many had one.
+
+        Requests keep the blocks that they have, shared ones too.
+        """
+        num_named = sum(len(allocator.name_of) for allocator in self.allocators)
+        for allocator in self.allocators:
+            allocator.flush()
+        self.pool.flush()
+        return num_named
+
     def lose_worker(self, geometry: Geometry = NO_MEMORY) -> None:
         """All KV is gone: every running request is soft-reset, plans in flight are forgotten.
 

@@ -13,6 +13,7 @@ from scheduler_svc.core.state import State
 @dataclass(frozen=True, slots=True)
 class RequestView:
     request_id: str
+    index: int  # among its siblings
     state: str
     offloaded: bool
     priority: int
@@ -74,7 +75,7 @@ def list_requests(state: State) -> list[RequestView]:
 
 
 def get_request(state: State, request_id: str) -> RequestDetail | None:
-    """All that is known of a live request (of the first of its siblings), or None."""
+    """All that is known of a live request (of its first sibling that lives), or None."""
     family = state.requests.get(request_id)
     if family is None:
         return None
@@ -157,6 +158,7 @@ def _view(state: State, request: Request) -> RequestView:
     has_row = request.row != NO_ROW
     return RequestView(
         request_id=request.request_id,
+        index=request.index,
         state=request.state.value,
         offloaded=request.swapped is not None,
         priority=request.priority,

@@ -1,6 +1,6 @@
 """A real gRPC server with a fake engine behind it: the prompt says how it behaves.
 
-    "count N"         streams N deltas, "w0 " to "wN-1 "
+    "count N"         streams N deltas, "w0 " to "wN-1 "; sibling 1 says "(1)w0 " and so on
     "forever"         streams until the client goes away
     "silent"          accepts, and sends nothing until the client goes away
     "fail STATUS …"   ends with that status; the rest is its sentence
@@ -75,8 +75,7 @@ class FakeEngine(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServi
             words = [f"w{number} " for number in range(int(rest))]
         else:
             words = ["once"]
-        for index in range(request.sampling.n or 1):
-            yield from answer(words, index, request)
+        yield from interleaved(words, request)
         if command == "broken":
             fail(context, rest)
         if command == "forever":
@@ -134,7 +133,16 @@ class FakeEngine(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServi
             completion_tokens=9,
             max_tokens=64,
         )
-        return admin_pb2.ListRequestsResponse(requests=[summary], total=1)
+        sibling = admin_pb2.RequestSummary(
+            request_id="first",
+            index=1,
+            state="PENDING",
+            offloaded=True,
+            prompt_tokens=5,
+            completion_tokens=7,
+            max_tokens=64,
+        )
+        return admin_pb2.ListRequestsResponse(requests=[summary, sibling], total=2)
 
     def GetRequest(
         self, request: admin_pb2.GetRequestRequest, context: grpc.ServicerContext
@@ -151,19 +159,41 @@ class FakeEngine(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServi
             chunks_total=100,
             chunks_free=75,
             chunk_bytes=1 << 20,
+            tokens_stored=1000,
+            utilisation=0.97,
+            groups=[
+                admin_pb2.CacheGroup(group="full_attention", blocks_cached=30),
+                admin_pb2.CacheGroup(group="sliding_attention", blocks_cached=10),
+            ],
             prefix_queries=200,
             prefix_hits=50,
+            swap_chunks_total=8,
+            swap_chunks_free=6,
+            offloads=3,
+            restores=2,
+            soft_resets=4,
         )
 
+    def FlushCache(
+        self, request: admin_pb2.FlushCacheRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.FlushCacheResponse:
+        return admin_pb2.FlushCacheResponse(blocks_flushed=40)
 
-def answer(
-    words: list[str], index: int, request: inference_pb2.GenerateRequest
+
+def interleaved(
+    words: list[str], request: inference_pb2.GenerateRequest
 ) -> Iterator[inference_pb2.GenerateResponse]:
+    """The siblings' words by turns; each sibling after the first marks its own."""
+    siblings = range(request.sampling.n or 1)
+    marks = ["", *(f"({index})" for index in siblings[1:])]
     if request.HasField("stream") and not request.stream:
-        yield chunk("".join(words), list(range(len(words))), index)
+        for index in siblings:
+            text = "".join(marks[index] + word for word in words)
+            yield chunk(text, list(range(len(words))), index)
         return
     for number, word in enumerate(words):
-        yield chunk(word, [number], index)
+        for index in siblings:
+            yield chunk(marks[index] + word, [number], index)
 
 
 def chunk(text: str, token_ids: list[int], index: int) -> inference_pb2.GenerateResponse:

@@ -56,9 +56,11 @@ async def test_many_streams_side_by_side(chairlift: AsyncChairlift) -> None:
 async def test_siblings_and_unary(chairlift: AsyncChairlift) -> None:
     """`answers` and `complete` share the transcript with the sync stub."""
     stream = chairlift.generate("count 1", n=2)
-    assert [answer.text for answer in await stream.answers()] == ["w0 ", "w0 "]
+    assert [answer.text for answer in await stream.answers()] == ["w0 ", "(1)w0 "]
     assert stream.started is not None
     assert (await chairlift.complete([ChatMessage("user", "Hi")])).text == "you said: Hi"
+    whole = await chairlift.complete("count 1", n=2)
+    assert (whole.text, [sibling.text for sibling in whole.siblings]) == ("w0 ", ["(1)w0 "])
 
 
 @pytest.mark.parametrize("how", ["cancel", "with", "break", "close", "task"])
@@ -146,8 +148,9 @@ async def test_small_calls(chairlift: AsyncChairlift, engine: FakeEngine) -> Non
     assert await chairlift.detokenize([97, 98]) == "ab"
     assert await chairlift.abort("a", "b") == ["a"]
     assert (await chairlift.model_info()).model == "fake-model"
-    assert (await chairlift.list_requests()).total == 1
+    assert (await chairlift.list_requests()).total == 2
     assert (await chairlift.get_cache()).chunks_free == 75
+    assert await chairlift.flush_cache() == 40
     engine.is_ready = False
     seen: list[str] = []
 

@@ -65,8 +65,29 @@ def test_several_prompts_never_share_a_line(
 
 def test_siblings_have_lanes_of_their_own(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`--n 2` is two answers, and shows as two."""
-    assert cli.main(["generate", "count 1", "--n", "2", "--address", address]) == 0
-    assert "[1.2] w0\n[1.2] (stop, 1 tokens)" in capsys.readouterr().out
+    assert cli.main(["generate", "count 2", "--n", "3", "--address", address]) == 0
+    out, _ = capsys.readouterr()
+    for lane, text in (("1.1", "w0 w1"), ("1.2", "(1)w0 (1)w1"), ("1.3", "(2)w0 (2)w1")):
+        mine = [line for line in out.splitlines() if line.startswith(f"[{lane}] ")]
+        assert mine == [f"[{lane}] > count 2", f"[{lane}] {text}", f"[{lane}] (stop, 2 tokens)"]
+
+
+def test_json_of_siblings(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A script that asks for three answers finds three objects, and can tell them apart."""
+    arguments = ["generate", "count 1", "--n", "3", "--json", "--address", address]
+    assert cli.main(arguments) == 0
+    answers = list(map(json.loads, capsys.readouterr().out.splitlines()))
+    assert [(answer["index"], answer["text"]) for answer in answers] == [
+        (0, "w0 "), (1, "(1)w0 "), (2, "(2)w0 "),
+    ]  # fmt: skip
+
+
+def test_a_conversation_has_one_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    """`chat --n 3` would mix three answers into one line."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["chat", "--n", "3"])
+    assert ended.value.code == 2
+    assert "--n" in capsys.readouterr().err
 
 
 def test_options_reach_the_server(address: str, engine: FakeEngine) -> None:
@@ -265,11 +286,14 @@ def test_status_at_a_glance(
         "worker    ready on cpu\n"
         "model     fake-model (FakeForCausalLM, float32), up to 2048 tokens per request\n"
         "requests  2 running, 1 waiting\n"
-        "cache     25 of 100 chunks in use (25%) of 100 MiB; page_size 16\n"
-        "prefixes  25% of 200 prompt tokens found\n"
+        "cache     25 of 100 chunks in use (25%) of 100 MiB, their pages 97% full; page_size 16\n"
+        "prefixes  25% of 200 prompt tokens found; 40 free blocks hold some\n"
+        "swap      2 of 8 chunks in use (25%)\n"
+        "shortage  7 preemptions: 3 offloads (2 restored), 4 soft resets\n"
         "\n"
-        "request  state     prompt  output  age\n"
-        "first    DECODING  5       9/64    0 s\n"
+        "request   state                prompt  output  age\n"
+        "first     DECODING             5       9/64    0 s\n"
+        "first[1]  PENDING (offloaded)  5       7/64    0 s\n"
     )
     engine.is_ready = False
     assert cli.main(["status", "--json", "--address", address]) == 1

@@ -53,9 +53,22 @@ def test_a_stream_outlives_the_name_of_its_client(address: str) -> None:
 
 def test_siblings_are_told_apart(chairlift: Chairlift) -> None:
     """With n > 1 the deltas interleave; each text must be its own."""
-    answers = chairlift.generate("count 2", n=3).answers()
+    stream = chairlift.generate("count 2", n=3)
+    assert [delta.index for delta in stream] == [0, 1, 2, 0, 1, 2]
+    answers = stream.answers()
     assert [answer.completion.index for answer in answers] == [0, 1, 2]
-    assert [answer.text for answer in answers] == ["w0 w1 "] * 3
+    texts = ["w0 w1 ", "(1)w0 (1)w1 ", "(2)w0 (2)w1 "]
+    assert [answer.text for answer in answers] == texts
+    assert [stream.text(index) for index in range(3)] == texts
+
+
+def test_complete_keeps_all_siblings(chairlift: Chairlift) -> None:
+    """Three answers that were paid for, and two of them thrown away."""
+    answer = chairlift.complete("count 1", n=3)
+    assert answer.text == "w0 "
+    assert [sibling.text for sibling in answer.siblings] == ["(1)w0 ", "(2)w0 "]
+    assert [sibling.completion.index for sibling in answer.siblings] == [1, 2]
+    assert chairlift.complete("count 1").siblings == ()
 
 
 def test_complete_asks_for_one_piece(chairlift: Chairlift, engine: FakeEngine) -> None:
@@ -173,9 +186,10 @@ def test_small_calls(chairlift: Chairlift) -> None:
     assert chairlift.abort("a", "b") == ["a"]
     assert chairlift.model_info().model == "fake-model"
     assert chairlift.server_info().version == "0.1.0"
-    assert chairlift.list_requests(state="DECODING", limit=5).total == 1
+    assert chairlift.list_requests(state="DECODING", limit=5).total == 2
     assert chairlift.get_request("first").row == 3
     assert chairlift.get_cache().chunks_free == 75
+    assert chairlift.flush_cache() == 40
     with pytest.raises(client.NotFound, match="'other'"):
         chairlift.get_request("other")
 

@@ -75,4 +75,4 @@ def says(text: str) -> Any:
 
 
 def delta(request_id: str, text: str) -> Delta:
-    return Delta(request_id, [1], text)
+    return Delta(request_id, 0, [1], text)

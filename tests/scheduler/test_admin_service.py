@@ -14,9 +14,10 @@ from protos import inference_pb2
 from tests.scheduler.conftest import Edge
 
 
-def view(request_id: str, state: str = "DECODING") -> SimpleNamespace:
+def view(request_id: str, state: str = "DECODING", index: int = 0) -> SimpleNamespace:
     return SimpleNamespace(
         request_id=request_id,
+        index=index,
         state=state,
         offloaded=False,
         priority=3,
@@ -115,6 +116,21 @@ async def test_get_cache(edge: Edge) -> None:
     assert got.prefix_queries == 0
 
 
+async def test_flush_cache(edge: Edge) -> None:
+    """An operator who flushes wants to see that something happened."""
+    edge.engine.cached_blocks = 7
+    flushed = await edge.admin.FlushCache(pb.FlushCacheRequest())
+    assert flushed.blocks_flushed == 7
+    assert (await edge.admin.FlushCache(pb.FlushCacheRequest())).blocks_flushed == 0
+
+
+async def test_siblings_are_listed_each(edge: Edge) -> None:
+    """Which of the three is stuck? Only a summary of its own can say."""
+    edge.engine.answers["list_requests"] = [view("a"), view("a", "PENDING", 2)]
+    listed = await edge.admin.ListRequests(pb.ListRequestsRequest())
+    assert [(one.index, one.state) for one in listed.requests] == [(0, "DECODING"), (2, "PENDING")]
+
+
 @pytest.mark.parametrize(
     "request_",
     [pb.ListRequestsRequest(state="WAITING"), pb.ListRequestsRequest(limit=-1)],
@@ -130,7 +146,6 @@ async def test_bad_questions(edge: Edge, request_: pb.ListRequestsRequest) -> No
     ("method", "request_"),
     [
         ("WatchSteps", pb.WatchStepsRequest()),
-        ("FlushCache", pb.FlushCacheRequest()),
         ("Pause", pb.PauseRequest()),
         ("Resume", pb.ResumeRequest()),
         ("Drain", pb.DrainRequest()),

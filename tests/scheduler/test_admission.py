@@ -76,7 +76,8 @@ BAD_INPUT: list[tuple[str, pb.GenerateRequest, list[str]]] = [
     ("min_p > 1", sampling(min_p=1.5), ["sampling.min_p is 1.5", "0 to 1"]),
     ("min_p < 0", sampling(min_p=-0.5), ["sampling.min_p is -0.5", "0 to 1"]),
     ("seed < 0", sampling(seed=-1), ["sampling.seed is -1", "0 to 9223372036854775807"]),
-    ("n 0", sampling(n=0), ["sampling.n is 0", "at least 1"]),
+    ("n 0", sampling(n=0), ["sampling.n is 0", "1 to 8 (max_requests_per_batch)"]),
+    ("n 9", sampling(n=9), ["sampling.n is 9", "1 to 8 (max_requests_per_batch)"]),
     ("beam_width 0", sampling(beam_width=0), ["sampling.beam_width is 0", "at least 1"]),
     ("min_tokens -1", sampling(min_tokens=-1), ["sampling.min_tokens is -1", "at least 0"]),
     ("logprobs -1", sampling(logprobs=-1), ["sampling.logprobs is -1", "at least 0"]),
@@ -118,7 +119,6 @@ LATER: list[tuple[str, pb.GenerateRequest]] = [
     ("sampling.min_tokens", sampling(min_tokens=1)),
     ("sampling.logit_bias", sampling(logit_bias={"5": 1.0})),
     ("sampling.bad_words", sampling(bad_words=["x"])),
-    ("sampling.n", sampling(n=2)),
     ("sampling.beam_width", sampling(beam_width=2)),
     ("sampling.length_penalty", sampling(length_penalty=0.5)),
     ("sampling.early_stopping", sampling(early_stopping=True)),
@@ -140,7 +140,7 @@ LATER: list[tuple[str, pb.GenerateRequest]] = [
 def test_bad_input_is_named(bad: pb.GenerateRequest, parts: list[str]) -> None:
     """One bad request must hurt nobody else, and its sender must learn what to change."""
     with pytest.raises(RequestRejected) as error:
-        admit(bad, "r", 0, MODEL)
+        admit(bad, "r", 0, MODEL, 8)
     for part in parts:
         assert part in str(error.value), str(error.value)
 
@@ -149,7 +149,7 @@ def test_bad_input_is_named(bad: pb.GenerateRequest, parts: list[str]) -> None:
 def test_what_comes_later_is_refused_by_name(field: str, asked: pb.GenerateRequest) -> None:
     """Silently ignoring a constraint would give answers that break it."""
     with pytest.raises(NotImplementedYet, match=field):
-        admit(asked, "r", 0, MODEL)
+        admit(asked, "r", 0, MODEL, 8)
 
 
 def test_every_field_of_sampling_is_accounted_for() -> None:
@@ -157,7 +157,7 @@ def test_every_field_of_sampling_is_accounted_for() -> None:
     later = {name.removeprefix("sampling.") for name, _ in LATER}
     now = {
         "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop", "stop_token_ids",
-        "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
+        "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "n",
     }  # fmt: skip
     assert {spec.name for spec in pb.SamplingParams.DESCRIPTOR.fields} == now | (later - {"resume"})
 
@@ -174,14 +174,14 @@ def test_neutral_values_of_later_fields_pass() -> None:
             resume={},
             cacheSalt="tenant",
         ),
-        "r", 0, MODEL,
+        "r", 0, MODEL, 8,
     )  # fmt: skip
     assert admitted.submission.new.cache_salt == "tenant"
 
 
 def test_defaults_are_neutral() -> None:
     """Unset is not zero: temperature 0 would be greedy, top_p 0 impossible."""
-    new = admit(request(), "r", 77, MODEL).submission.new
+    new = admit(request(), "r", 77, MODEL, 8).submission.new
     chosen = new.sampling
     assert (chosen.temperature, chosen.top_p, chosen.top_k, chosen.min_p) == (1.0, 1.0, 0, 0.0)
     assert chosen.seed == 77
@@ -194,44 +194,44 @@ def test_defaults_of_the_model_lose_against_the_request() -> None:
     """The generation config states how the model is meant to be used; a client may differ."""
     stated = {"temperature": 0.6, "top_p": 0.9, "top_k": 1000, "min_p": 0.1}
     model = replace(MODEL, tokenizer=Tokenizer(chat(), stated))
-    by_model = admit(request(), "r", 0, model).submission.new.sampling
+    by_model = admit(request(), "r", 0, model, 8).submission.new.sampling
     assert (by_model.temperature, by_model.top_p, by_model.min_p) == (0.6, 0.9, 0.1)
     assert by_model.top_k == FACTS.vocab_size  # more than that is the same, and fits the worker
-    asked = admit(sampling(temperature=0, top_k=0, top_p=1, min_p=0), "r", 0, model)
+    asked = admit(sampling(temperature=0, top_k=0, top_p=1, min_p=0), "r", 0, model, 8)
     chosen = asked.submission.new.sampling
     assert (chosen.temperature, chosen.top_p, chosen.top_k, chosen.min_p) == (0.0, 1.0, 0, 0.0)
 
 
 def test_seed_zero_is_a_seed() -> None:
     """Unset and zero differ: a client that asks for seed 0 wants the same answer again."""
-    assert admit(sampling(seed=0), "r", 77, MODEL).seed == 0
-    assert admit(sampling(seed=str((1 << 63) - 1)), "r", 77, MODEL).seed == (1 << 63) - 1
-    assert admit(sampling(), "r", 77, MODEL).seed == 77
+    assert admit(sampling(seed=0), "r", 77, MODEL, 8).seed == 0
+    assert admit(sampling(seed=str((1 << 63) - 1)), "r", 77, MODEL, 8).seed == (1 << 63) - 1
+    assert admit(sampling(), "r", 77, MODEL, 8).seed == 77
 
 
 def test_stop_tokens() -> None:
     """ignore_eos keeps the client's own stop tokens."""
-    asked = admit(sampling(stop_token_ids=[5]), "r", 0, MODEL).submission.new.sampling
+    asked = admit(sampling(stop_token_ids=[5]), "r", 0, MODEL, 8).submission.new.sampling
     assert asked.stop_token_ids == {5, END}
-    asked = admit(sampling(stop_token_ids=[5], ignore_eos=True), "r", 0, MODEL)
+    asked = admit(sampling(stop_token_ids=[5], ignore_eos=True), "r", 0, MODEL, 8)
     assert asked.submission.new.sampling.stop_token_ids == {5}
 
 
 def test_the_edges_of_the_context_fit() -> None:
     """Off by one here refuses what would fit, or lets in what never ends."""
-    new = admit(sampling(max_tokens=123), "r", 0, MODEL).submission.new
+    new = admit(sampling(max_tokens=123), "r", 0, MODEL, 8).submission.new
     assert len(new.prompt_token_ids) + new.max_tokens == FACTS.max_model_len
-    assert admit(request(text="x" * 127), "r", 0, MODEL).submission.new.max_tokens == 1
+    assert admit(request(text="x" * 127), "r", 0, MODEL, 8).submission.new.max_tokens == 1
 
 
 def test_a_pool_smaller_than_the_context_bounds_requests() -> None:
     """Such a request would wait in the queue for ever, and all behind it."""
     model = replace(MODEL, facts=replace(FACTS, pool_tokens=64))
-    assert admit(request(), "r", 0, model).submission.new.max_tokens == 59
+    assert admit(request(), "r", 0, model, 8).submission.new.max_tokens == 59
     with pytest.raises(RequestRejected, match=r"at most 59, .*5 tokens .*KV pool in tokens is 64"):
-        admit(sampling(max_tokens=60), "r", 0, model)
+        admit(sampling(max_tokens=60), "r", 0, model, 8)
     with pytest.raises(RequestRejected, match="is 64; allowed: at most 63"):
-        admit(request(text="x" * 64), "r", 0, model)
+        admit(request(text="x" * 64), "r", 0, model, 8)
 
 
 def test_prompts() -> None:
@@ -252,14 +252,32 @@ def test_prompts() -> None:
 def test_text_of_the_answer() -> None:
     """The stream of an admitted request must honour its stop strings and special tokens."""
     hello = byte_level().encode("hi END.").ids
-    text = admit(sampling(stop=["END"]), "r", 0, MODEL).submission.text
-    assert text is not None
+    (text,) = admit(sampling(stop=["END"]), "r", 0, MODEL, 8).submission.texts
     assert "".join(map(text.push, hello)) == "hi "
     assert text.matched_stop == "END"
     assert not text.include_stop_str_in_output
-    text = admit(sampling(skip_special_tokens=False), "r", 0, MODEL).submission.text
-    assert text is not None
+    (text,) = admit(sampling(skip_special_tokens=False), "r", 0, MODEL, 8).submission.texts
     assert text.push(END) == "<|im_end|>"
+
+
+def test_siblings() -> None:
+    """Two siblings that share one text would put their tokens into each other's characters."""
+    submission = admit(sampling(n=8, stop=["b"]), "r", 5, MODEL, 8).submission
+    assert submission.new.n == 8
+    first, second, *_ = submission.texts
+    assert len(submission.texts) == 8
+    e_acute = byte_level().encode("é").ids
+    assert [first.push(e_acute[0]), second.push(e_acute[0])] == ["", ""]
+    assert [first.push(e_acute[1]), second.push(e_acute[1])] == ["é", "é"]
+    first.push(byte_level().encode("b").ids[0])
+    assert (first.matched_stop, second.matched_stop) == ("b", None)
+    assert admit(request(), "r", 5, MODEL, 8).submission.new.n == 1
+
+
+def test_priority_and_salt_reach_the_core() -> None:
+    """An urgent request that waits like all others; a tenant that sees another's cache."""
+    new = admit(request(priority=-3, cacheSalt="tenant"), "r", 0, MODEL, 8).submission.new
+    assert (new.priority, new.cache_salt) == (-3, "tenant")
 
 
 @pytest.mark.parametrize("bad", ["x" * 257, "a\nb", "a\x00"])

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from protos import link_pb2
+from scheduler_svc.__main__ import make_engine
 from scheduler_svc.config import Config, ConfigError, Rule, prepare_worker_address
 from scheduler_svc.config_sources import build_parser, load_config
+from scheduler_svc.core.policies import FIFO, POLICIES, Policy
 
 
 def message(*arguments: str, **environ: str) -> str:
@@ -27,6 +29,8 @@ def test_defaults_are_valid_and_as_documented() -> None:
     assert (config.port, config.model) == (50051, "smollm2-135m-instruct")
     assert config.worker_address.startswith("ipc://")
     assert config.safety_margin is None
+    assert (config.allow_block_sharing, config.cpu_offload_space) == (True, 0.0)
+    assert config.use_async_batching is False
 
 
 def test_each_source_wins_over_the_next(tmp_path: Path) -> None:
@@ -81,11 +85,13 @@ def test_switches(arguments: list[str], want: bool) -> None:
             ],
         ),
         ([], {"CHAIRLIFT_PORT": ""}, ["port is ''", "environment CHAIRLIFT_PORT", "an integer"]),
-        (["--scheduler-type", "priority"], {}, ["'priority'", "fifo", "later version"]),
+        (
+            ["--scheduler-type", "lifo"],
+            {},
+            ["'lifo'", "fifo, prefill_first, priority, static"],
+        ),
         (["--use-cuda-graph"], {}, ["use_cuda_graph is True", "false", "later version"]),
-        (["--allow-block-sharing"], {}, ["allow_block_sharing is True", "later version"]),
-        (["--use-async-batching"], {}, ["use_async_batching is True", "later version"]),
-        (["--cpu-offload-space", "1"], {}, ["cpu_offload_space is 1.0", "later version"]),
+        (["--cpu-offload-space", "-1"], {}, ["cpu_offload_space is -1.0", "at least 0"]),
         (["--weight-format", "int8"], {}, ["weight_format is 'int8'", "later version"]),
         (["--config", "/nowhere.toml"], {}, ["config is '/nowhere.toml'", "No such file"]),
         (
@@ -131,6 +137,22 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: str, parts: list[str]) -
     text = message("--config", str(file))
     for part in parts:
         assert part in text, text
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("margin", [None, 0.4])
+def test_the_engine_does_what_is_set(policy: Policy, margin: float | None) -> None:
+    """A setting that is accepted, shown, and never reaches the scheduler."""
+    arguments = f"--scheduler-type {policy.name} --allow-block-sharing=false --use-async-batching"
+    given = [] if margin is None else [f"--safety-margin={margin}"]
+    config = load_config([*arguments.split(), *given], {})
+    state = make_engine(config, lambda events: None, lambda status: None)._state
+    assert state.policy is policy
+    assert state.limits.safety_margin == (policy.safety_margin if margin is None else margin)
+    assert (state.limits.allow_block_sharing, state.limits.max_plans_in_flight) == (False, 2)
+    state = make_engine(Config(), lambda events: None, lambda status: None)._state
+    assert state.policy is FIFO
+    assert (state.limits.allow_block_sharing, state.limits.max_plans_in_flight) == (True, 1)
 
 
 def test_other_variables_are_left_alone() -> None:

@@ -97,7 +97,16 @@ async def test_requests_get_an_id_and_a_seed(edge: Edge) -> None:
             "sampling.temperature is -1.0",
         ),
         ({"request_id": "a\nb"}, grpc.StatusCode.INVALID_ARGUMENT, "request_id"),
-        ({"sampling": pb.SamplingParams(n=2)}, grpc.StatusCode.UNIMPLEMENTED, "sampling.n"),
+        (
+            {"sampling": pb.SamplingParams(beam_width=2)},
+            grpc.StatusCode.UNIMPLEMENTED,
+            "sampling.beam_width",
+        ),
+        (
+            {"sampling": pb.SamplingParams(n=65)},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "sampling.n is 65; allowed: 1 to 64 (max_requests_per_batch)",
+        ),
     ],
 )
 async def test_a_refused_request_gets_a_status_and_hurts_nobody(

@@ -25,29 +25,31 @@ async def settle() -> None:
 async def test_events_come_in_order_from_another_thread(streams: LiveStreams) -> None:
     """The engine is another thread; an event lost or swapped is a wrong answer."""
     stream = streams.open("a")
-    events: list[Event] = [Delta("a", [1], "x"), Delta("b", [9], "?"), ended_unseen("a")]
+    events: list[Event] = [Delta("a", 0, [1], "x"), Delta("b", 0, [9], "?"), ended_unseen("a")]
     thread = threading.Thread(target=streams.deliver, args=(events,))
     thread.start()
-    assert await stream.next() == Delta("a", [1], "x")
+    assert await stream.next() == Delta("a", 0, [1], "x")
     assert await stream.next() == ended_unseen("a")
+    assert await stream.next() is None
     thread.join()
 
 
 async def test_a_slow_reader_finds_one_merged_delta(streams: LiveStreams) -> None:
     """A delta per token for a reader that does not read would fill the memory."""
     stream = streams.open("a")
-    streams.deliver([Delta("a", [1], "x"), Delta("a", [2, 3], "")])
-    streams.deliver([Delta("a", [], "y")])
+    streams.deliver([Delta("a", 0, [1], "x"), Delta("a", 0, [2, 3], "")])
+    streams.deliver([Delta("a", 0, [], "y")])
     await settle()
-    assert await stream.next() == Delta("a", [1, 2, 3], "xy")
-    assert stream.take() is None
+    assert await stream.next() == Delta("a", 0, [1, 2, 3], "xy")
+    streams.deliver([ended_unseen("a")])
+    assert await stream.next() == ended_unseen("a")
 
 
 async def test_tokens_without_text_are_news(streams: LiveStreams) -> None:
     """A token in the middle of a character has no text, yet clients count tokens."""
     stream = streams.open("a")
-    streams.deliver([Delta("a", [1], "")])
-    assert await stream.next() == Delta("a", [1], "")
+    streams.deliver([Delta("a", 0, [1], "")])
+    assert await stream.next() == Delta("a", 0, [1], "")
 
 
 async def test_a_live_id_is_taken(streams: LiveStreams) -> None:
@@ -66,10 +68,11 @@ async def test_an_abandoned_id_stays_taken_until_the_engine_says_so(streams: Liv
     streams.close(stream)
     with pytest.raises(DuplicateRequest):
         streams.open("a")
-    streams.deliver([Delta("a", [1], "late"), ended_unseen("a")])
+    streams.deliver([Delta("a", 0, [1], "late"), ended_unseen("a")])
     await settle()
     again = streams.open("a")
-    assert again.take() is None
+    streams.deliver([Delta("a", 0, [2], "new")])
+    assert await again.next() == Delta("a", 0, [2], "new")
 
 
 async def test_idle_means_that_nothing_is_live(streams: LiveStreams) -> None:
@@ -92,7 +95,71 @@ async def test_refusing_and_failing(streams: LiveStreams) -> None:
     with pytest.raises(Unavailable, match="draining"):
         streams.open("c")
     streams.fail_waiting(error)
-    assert await here.next() == Failed("here", error)
-    assert there.ending is None
+    with pytest.raises(Unavailable, match="draining"):
+        await here.next()
+    assert not there.has_ended
     streams.fail_all(error)
-    assert await there.next() == Failed("there", error)
+    with pytest.raises(Unavailable, match="draining"):
+        await there.next()
+
+
+async def test_siblings_take_turns(streams: LiveStreams) -> None:
+    """A talkative sibling starves the others, or their tokens are mixed into one delta."""
+    stream = streams.open("a", 3)
+    streams.deliver([Delta("a", 2, [1], "x"), Delta("a", 0, [2], "y"), Delta("a", 2, [3], "z")])
+    streams.deliver([ended_unseen("a", 2)])
+    await settle()
+    assert await stream.next() == Delta("a", 2, [1, 3], "xz")
+    assert await stream.next() == Delta("a", 0, [2], "y")
+    assert await stream.next() == ended_unseen("a", 2)
+    assert not stream.has_ended
+    streams.deliver([Delta("a", 1, [4], "w"), ended_unseen("a", 1), ended_unseen("a", 0)])
+    rest = [await stream.next() for _ in range(4)]
+    assert rest == [Delta("a", 1, [4], "w"), ended_unseen("a", 0), ended_unseen("a", 1), None]
+    assert stream.is_complete
+
+
+async def test_the_whole_is_there_when_all_have_ended(streams: LiveStreams) -> None:
+    """An answer in one piece that misses a sibling, or comes before its last token."""
+    stream = streams.open("a", 2)
+    whole = asyncio.create_task(stream.whole())
+    streams.deliver([Delta("a", 1, [1], "x"), ended_unseen("a", 1)])
+    await settle()
+    assert not whole.done()
+    streams.deliver([Delta("a", 0, [2], "y"), Delta("a", 0, [3], "z"), ended_unseen("a", 0)])
+    assert await whole == [
+        (Delta("a", 0, [2, 3], "yz"), ended_unseen("a", 0)),
+        (Delta("a", 1, [1], "x"), ended_unseen("a", 1)),
+    ]
+
+
+async def test_a_failure_comes_after_what_was_said(streams: LiveStreams) -> None:
+    """A sibling's end that had come is lost with the request that failed later."""
+    stream = streams.open("a", 2)
+    error = Unavailable("the worker is gone")
+    streams.deliver([Delta("a", 1, [1], "x"), ended_unseen("a", 1), Failed("a", error)])
+    assert [await stream.next() for _ in range(2)] == [
+        Delta("a", 1, [1], "x"),
+        ended_unseen("a", 1),
+    ]
+    with pytest.raises(Unavailable, match="the worker is gone"):
+        await stream.next()
+    with pytest.raises(Unavailable, match="the worker is gone"):
+        await stream.whole()
+    assert not stream.is_complete
+
+
+async def test_an_abandoned_family_is_live_until_its_last_sibling_ends(
+    streams: LiveStreams,
+) -> None:
+    """The first sibling's end frees the id while others still send."""
+    stream = streams.open("a", 2)
+    stream.is_submitted = True
+    streams.close(stream)
+    streams.deliver([ended_unseen("a", 1), Delta("a", 0, [1], "late")])
+    await settle()
+    with pytest.raises(DuplicateRequest):
+        streams.open("a")
+    streams.deliver([ended_unseen("a", 0)])
+    await settle()
+    streams.open("a")
