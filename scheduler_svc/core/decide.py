@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 
 from protos.plan import Int32
+from scheduler_svc.core.allocators import Name
 from scheduler_svc.core.batch import Admission, Batch, Decision
 from scheduler_svc.core.policies import Phase
 from scheduler_svc.core.request import Request, Swapped
@@ -94,6 +95,7 @@ def _add_prefilling(state: State, batch: Batch, rows: Int32, has_margin: bool) -
 def _add_pending(state: State, batch: Batch, has_margin: bool) -> None:
     new_rows = state.rows.next_free(state.rows.num_free)
     used, looked_at = 0, 0
+    promised: set[Name] = set()  # by those that this step admits
     for request in state.pending.in_order():
         looked_at += 1
         rows = tuple(new_rows[used : used + 1 + len(request.siblings)])
@@ -103,16 +105,21 @@ def _add_pending(state: State, batch: Batch, has_margin: bool) -> None:
             return
         if request.num_in_flight:
             return  # preempted while a plan names it: a token may still come back
-        admission = _admission(state, request, rows)
+        admission = _admission(state, request, rows, promised)
         if admission is None:
             continue  # somebody is computing what it needs next
         wanted = len(request.token_ids) - admission.num_computed
         if not batch.admit(admission, wanted):
             return  # whoever waits behind must not overtake: it could starve this one
         used += len(rows)
+        if state.limits.allow_block_sharing and admission.swapped is None:
+            pages = admission.num_computed // state.geometry.page_size
+            promised.update(state.prefix_cache.to_promise(request, pages))
 
 
-def _admission(state: State, request: Request, rows: tuple[int, ...]) -> Admission | None:
+def _admission(
+    state: State, request: Request, rows: tuple[int, ...], promised: set[Name]
+) -> Admission | None:
     """What the request begins with; None while its next block is promised by another."""
     if request.swapped is not None:
         return _restored(state, request, rows, request.swapped)
@@ -121,7 +128,7 @@ def _admission(state: State, request: Request, rows: tuple[int, ...]) -> Admissi
         nothing = np.zeros(0, np.int32)
         return Admission(request, rows, 0, (0,) * groups, (nothing,) * groups)
     hit = state.prefix_cache.match(request)
-    if state.prefix_cache.is_promised(request, hit):
+    if state.prefix_cache.is_promised(request, hit, promised):
         return None
     return Admission(request, rows, hit.num_tokens, hit.first_pages, hit.blocks)
 

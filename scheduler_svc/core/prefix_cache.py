@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import array
 import hashlib
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Final
 
@@ -88,18 +89,23 @@ class PrefixCache:
             ),
         )
 
-    def is_promised(self, request: Request, hit: Hit) -> bool:
-        """Whether somebody is filling the block that the request would have to compute next."""
+    def is_promised(self, request: Request, hit: Hit, also: Container[Name] = ()) -> bool:
+        """Whether somebody is filling the block that the request would have to compute next;
+        `also` are promises about to be made."""
         page = hit.num_tokens // self._page_size
         if page >= (len(request.token_ids) - 1) // self._page_size:
             return False
         name = block_names(request, self._page_size, page + 1)[page]
-        return name in self._promised
+        return name in self._promised or name in also
+
+    def to_promise(self, request: Request, first_page: int) -> list[Name]:
+        """Names of the blocks that the request fills when it is admitted with first_page blocks:
+        those of all its known tokens."""
+        full = len(request.token_ids) // self._page_size
+        return block_names(request, self._page_size, full)[first_page:full]
 
     def promise(self, request: Request, first_page: int) -> None:
-        """The request, just admitted, will fill the blocks of all its known tokens."""
-        full = len(request.token_ids) // self._page_size
-        for name in block_names(request, self._page_size, full)[first_page:full]:
+        for name in self.to_promise(request, first_page):
             self._promised.setdefault(name, request)
 
     def publish(self, request: Request, page: int, blocks: list[int]) -> None:

@@ -118,9 +118,7 @@ def test_abort(reach: Callable[[Simulation], None], depth: int) -> None:
     assert victim.row < 0, f"its row is not free {depth} results after the abort"
     outcome = sim.run()
     assert outcome.tokens[VICTIM, 0] == before, "tokens after the end"
-    assert outcome.tokens[SURVIVOR, 0] == (
-        expected(requests, sim.setup.vocab_size)[SURVIVOR, 0]
-    )
+    assert outcome.tokens[SURVIVOR, 0] == (expected(requests, sim.setup.vocab_size)[SURVIVOR, 0])
 
 
 def test_abort_of_a_finished_request_is_ignored() -> None:

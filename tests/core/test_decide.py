@@ -181,7 +181,6 @@ def test_decide_changes_nothing() -> None:
 def test_all_rows_at_once_and_one_by_one_decide_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """The array path for decodes forgets a rule that the plain path has."""
 
-
     def one_by_one(self: batch_module.Batch, rows: Int32) -> None:
         for row in rows.tolist():
             self.add_row(row, 1)

@@ -131,26 +131,52 @@ class MemoryMachine(RuleBasedStateMachine):
         is_sharing=st.booleans(),
     )
     def start(
-        self, chunks: int, page_size: int, groups: tuple[tuple[int, int], ...], swap_chunks: int,
-        depth: int, policy: str, is_sharing: bool,
+        self,
+        chunks: int,
+        page_size: int,
+        groups: tuple[tuple[int, int], ...],
+        swap_chunks: int,
+        depth: int,
+        policy: str,
+        is_sharing: bool,
     ) -> None:
-        self.sim = Simulation(Setup(
-            num_blocks=chunks, page_size=page_size, groups=groups, swap_chunks=swap_chunks,
-            max_plans_in_flight=depth, policy=policy, allow_block_sharing=is_sharing,
-            max_batch_tokens=12, max_requests=5, max_model_len=40, vocab_size=2,
-        ))
+        self.sim = Simulation(
+            Setup(
+                num_blocks=chunks,
+                page_size=page_size,
+                groups=groups,
+                swap_chunks=swap_chunks,
+                max_plans_in_flight=depth,
+                policy=policy,
+                allow_block_sharing=is_sharing,
+                max_batch_tokens=12,
+                max_requests=5,
+                max_model_len=40,
+                vocab_size=2,
+            )
+        )
         self.requests: list[NewRequest] = []
 
     @rule(
-        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20), max_tokens=st.integers(1, 12),
-        n=st.sampled_from([1, 1, 1, 2, 4]), priority=st.integers(0, 2),
-        seed=st.integers(0, 9), salt=st.sampled_from(["", "", "x"]),
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+        max_tokens=st.integers(1, 12),
+        n=st.sampled_from([1, 1, 1, 2, 4]),
+        priority=st.integers(0, 2),
+        seed=st.integers(0, 9),
+        salt=st.sampled_from(["", "", "x"]),
     )
     def submit(
         self, prompt: list[int], max_tokens: int, n: int, priority: int, seed: int, salt: str
     ) -> None:
-        new = NewRequest(f"r{len(self.requests)}", prompt, max_tokens, Sampling(1.0, seed=seed),
-                         priority, salt, n)
+        new = NewRequest(
+            f"r{len(self.requests)}",
+            prompt,
+            max_tokens,
+            Sampling(1.0, seed=seed),
+            priority,
+            salt,
+            n,
+        )
         self.requests.append(new)
         self.sim.submit(new)
 
@@ -193,9 +219,13 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def running(self) -> list[Request]:
         state = self.sim.state
-        return [r for row, r in state.rows.running.items()
-                if r.state is not RequestState.FINISHED and not state.rows.awaits_fork[row]
-                and r.row != NO_ROW]
+        return [
+            r
+            for row, r in state.rows.running.items()
+            if r.state is not RequestState.FINISHED
+            and not state.rows.awaits_fork[row]
+            and r.row != NO_ROW
+        ]
 
     @invariant()
     def holds(self) -> None:
@@ -211,7 +241,5 @@ AllocatorMachine.TestCase.settings = settings(
     max_examples=100, stateful_step_count=40, deadline=None
 )
 TestAllocatorMachine = AllocatorMachine.TestCase
-MemoryMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None
-)
+MemoryMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestMemoryMachine = MemoryMachine.TestCase
