@@ -6,9 +6,9 @@ KV is one int64 per slot, filled with garbage. A token at position p stores
     h_p = mix(h_{p-1}, token_p)          h_{p-1} read through the table
 
 and the token sampled there is mix(sum over j <= p of (2j + 1) h_j, u) mod vocab, each h_j again
-read through the table. A wrong table, slot, length, chunk edge, early reuse or swapped row thus
-changes a token, now or a few steps later. A sliding group sums over its window only. `expected_tokens` computes the same from the request's
-tokens alone.
+read through the table; a sliding group sums over its window only. A wrong table, slot, length,
+chunk edge, early reuse or swapped row thus changes a token, now or a few steps later.
+`expected_tokens` computes the same from the request's tokens alone.
 """
 
 from __future__ import annotations

@@ -124,6 +124,9 @@ class FullAttentionAllocator:
         return [int(chunk) for chunk in np.flatnonzero(self.used)]
 
     def _take_one(self) -> int:
+        if not self.free and self.cached and self.pool.clean and self.pool.num_spare > 0:
+            self.pool.num_spare -= 1
+            self._hold(self.pool.take())
         if not self.free and not self.cached:
             self._hold(self.pool.take())
         if self.free:

@@ -42,8 +42,8 @@ def check_rows(state: State, touched: Int32) -> None:
         _require(is_right.all(), "a table is not ceil(tokens / page_size) long", touched)
         first = rows.table_first[group, touched]
         _require(
-            (first <= allocator.first_pages(np.maximum(computed - 1, 0))).all(),
-            "a table begins behind what the last query reads",
+            (first <= allocator.first_pages(computed)).all(),
+            "a table begins behind what the next query reads",
             touched,
         )
         for row in touched.tolist():

@@ -24,6 +24,7 @@ def commit(state: State, decision: Decision) -> InFlight | None:
     # all sharing before any taking: what is shared must not be reclaimed for somebody else
     for admission in decision.admissions:
         _assign(state, admission)
+    state.pool.num_spare = _spare_chunks(state, decision)
     freed_swap = [
         swapped for admission in decision.admissions for swapped in _restore(state, admission)
     ]
@@ -75,6 +76,17 @@ def commit(state: State, decision: Decision) -> InFlight | None:
     return step
 
 
+def _spare_chunks(state: State, decision: Decision) -> int:
+    """Free chunks that the decision leaves, though it first uses up what the groups hold."""
+    spare = state.pool.num_free
+    for group, allocator in enumerate(state.allocators):
+        count = int(decision.new_blocks[group].sum() + decision.tail_copies[group].sum())
+        count += sum(int((a.tables[group] < 0).sum()) for a in decision.admissions)
+        spare -= allocator.chunks_for(count, allocator.num_free)
+    assert spare >= 0, f"decided on {-spare} chunks more than there are"
+    return spare
+
+
 def _assign(state: State, admission: Admission) -> None:
     """Gives the request and its siblings their rows, and the blocks that they share."""
     request, rows = admission.request, state.rows
@@ -123,7 +135,8 @@ def _restore(state: State, admission: Admission) -> list[tuple[int, Int32]]:
 
 
 def _copy_tails(state: State, group: int, rows: Int32) -> None:
-    """Gives each of the rows a last block of its own, with the content of the shared one that its next token goes into."""
+    """Gives each of the rows a block of its own for its next token, in place of the shared one
+    and with its content."""
     allocator = state.allocators[group]
     for row in rows.tolist():
         page = state.rows.computed[row] // state.geometry.page_size
