@@ -19,6 +19,7 @@ Owns: names, order, dtypes and shapes. Does not own: what the numbers mean for s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -228,7 +229,7 @@ def _decode(
         for wanted in shape:
             symbol, extra = _dimension(wanted)
             lengths.append(extra + (sizes[symbol] if symbol else 0))
-        size = int(np.prod(lengths))
+        size = math.prod(lengths)
         if offset + 4 * size > len(buffer):
             raise LayoutError(f"the buffer of {len(buffer)} bytes ends inside {name}")
         arrays[name] = np.frombuffer(buffer, dtype, size, offset).reshape(lengths)

@@ -241,5 +241,5 @@ AllocatorMachine.TestCase.settings = settings(
     max_examples=100, stateful_step_count=40, deadline=None
 )
 TestAllocatorMachine = AllocatorMachine.TestCase
-MemoryMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+MemoryMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestMemoryMachine = MemoryMachine.TestCase

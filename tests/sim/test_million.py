@@ -1,0 +1,31 @@
+"""The long simulation, some of it; the million steps are a command: tests/sim/million.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sim.million import run
+
+
+def check(steps: int) -> None:
+    """What has to happen in a run for it to show anything."""
+    tally = run(steps)
+    print(f"\n{tally}")
+    assert tally.counters["offloads"]
+    assert tally.counters["restores"]
+    assert tally.counters["soft_resets"]
+    assert tally.forks
+    assert tally.aborts
+    assert tally.cached_tokens
+
+
+def test_two_thousand_steps_of_everything() -> None:
+    """An interleaving of aborts, priorities, forks, swaps and prefix hits breaks a token."""
+    check(2_000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_thousand_steps_of_everything() -> None:
+    """The same, long enough for rare interleavings; CI runs it."""
+    check(20_000)
