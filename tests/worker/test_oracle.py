@@ -87,7 +87,7 @@ def test_float64_reference_equals_transformers_in_float64(saved, served, prompts
     )
     sample = GreedySample()
     runner = Runner(wide, configure(attention="reference"), NUM_CHUNKS, sample)
-    planner = Planner(PAGE_SIZE, NUM_CHUNKS)
+    planner = Planner(wide.geometry, NUM_CHUNKS)
     answer = serve(runner, planner, sample, [prompts[4]], [1], chunk=17)[0]
     wide.model.set_attn_implementation("eager")
     with torch.inference_mode():
