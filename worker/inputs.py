@@ -158,7 +158,7 @@ def _check_moves(
     num_blocks: Sequence[int],
     num_swap_blocks: Sequence[int],
 ) -> None:
-    """Swap and copy pairs: existing groups, own blocks on the one side, swap blocks on the other."""
+    """Swap and copy pairs: existing groups, and blocks of the right pool on each side."""
     own = [(group.first_block, count) for group, count in zip(groups, num_blocks, strict=True)]
     swap = [(0, count) for count in num_swap_blocks]
     for name, triples, sides in (

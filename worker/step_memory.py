@@ -36,7 +36,7 @@ from worker.geometry import Geometry
 from worker.load import LoadedModel
 from worker.sampler import MOST_AT_ONCE
 
-_WORKSPACES: Final = 64 * 2**20
+_WORKSPACES: Final = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.worker.conftest import NUM_CHUNKS, PAGE_SIZE, configure, load
+from tests.worker.conftest import NUM_CHUNKS, configure, load
 from tests.worker.planner import GreedySample, Planner, serve
 from tests.worker.tiny_models import SERVED, llama, qwen3
 from worker.runner import Runner

@@ -138,8 +138,6 @@ def test_a_plan_of_copies_alone_runs_no_forward(served):
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"swap_out": [[2, 0]]}, "swap_out"),
-        ({"swap_in": [[0, 2]]}, "swap_in"),
         ({"repetition_penalty": [1.2]}, "repetition_penalty"),
         ({"frequency_penalty": [0.5]}, "frequency_penalty"),
         ({"presence_penalty": [0.5]}, "presence_penalty"),
