@@ -59,15 +59,17 @@ def prepare_inputs(
     num_blocks: Sequence[int],
     page_size: int,
     *,
+    num_swap_blocks: Sequence[int] | None = None,
     row_multiple: int = 1,
 ) -> StepInputs:
     """What the forward of `plan` needs; its token rows and its logits rows are each padded to a
     multiple of row_multiple. Where there are none, none are added.
 
-    `num_blocks` is the pool's count per group. Raises InvalidPlan.
+    `num_blocks` is the pool's count per group, `num_swap_blocks` the swap pool's (none by default).
+    Raises InvalidPlan.
     """
     _check_shape(plan, len(groups))
-    _check_copies(plan, groups, num_blocks)
+    _check_moves(plan, groups, num_blocks, num_swap_blocks or [0] * len(groups))
     query_lens = np.diff(plan.query_start_loc)
     num_tokens, num_requests = len(plan.token_ids), len(plan.rows)
     num_padding = -num_tokens % row_multiple
@@ -150,16 +152,30 @@ def _check_shape(plan: StepPlan, num_groups: int) -> None:
             raise InvalidPlan(f"{name} must lie in 0..{limit - 1}, but are {indices.tolist()}")
 
 
-def _check_copies(plan: StepPlan, groups: Sequence[CacheGroup], num_blocks: Sequence[int]) -> None:
-    for index, source, target in plan.copy.tolist():
-        if not 0 <= index < len(groups):
-            raise InvalidPlan(f"a copy names cache group {index} of {len(groups)}")
-        first, last = groups[index].first_block, num_blocks[index] - 1
-        if not (first <= source <= last and first <= target <= last):
-            raise InvalidPlan(
-                f"cache group {index}: a copy from block {source} to {target} leaves the blocks "
-                f"{first}..{last}"
-            )
+def _check_moves(
+    plan: StepPlan,
+    groups: Sequence[CacheGroup],
+    num_blocks: Sequence[int],
+    num_swap_blocks: Sequence[int],
+) -> None:
+    """Swap and copy pairs: existing groups, and blocks of the right pool on each side."""
+    own = [(group.first_block, count) for group, count in zip(groups, num_blocks, strict=True)]
+    swap = [(0, count) for count in num_swap_blocks]
+    for name, triples, sides in (
+        ("swap_out", plan.swap_out, (own, swap)),
+        ("swap_in", plan.swap_in, (swap, own)),
+        ("copy", plan.copy, (own, own)),
+    ):
+        for index, *pair in triples.tolist():
+            if not 0 <= index < len(groups):
+                raise InvalidPlan(f"{name} names cache group {index} of {len(groups)}")
+            for block, side in zip(pair, sides, strict=True):
+                first, end = side[index]
+                if not first <= block < end:
+                    raise InvalidPlan(
+                        f"cache group {index}: {name} from block {pair[0]} to {pair[1]} leaves "
+                        f"the {'swap ' if side is swap else ''}blocks {first}..{end - 1}"
+                    )
 
 
 def _check_tables(
@@ -179,15 +195,18 @@ def _check_tables(
     first_positions = plan.first_positions[index]
     covered = first_positions + np.diff(table_start) * page_size
     query_starts = plan.seq_lens - np.diff(plan.query_start_loc)
-    bad = (covered < plan.seq_lens) | (first_positions < 0) | (first_positions > query_starts)
-    if group.sliding_window == 0:
-        bad |= first_positions != 0
+    oldest = 0 * query_starts  # position that the step's first token still reads
+    if group.sliding_window:
+        oldest = np.maximum(query_starts - group.sliding_window + 1, 0)
+    bad = (covered < plan.seq_lens) | (first_positions < 0) | (first_positions > oldest)
+    bad |= first_positions % page_size != 0
     if np.any(bad):
         place = int(np.argmax(bad))
         raise InvalidPlan(
             f"cache group {index}: the table of row {plan.rows[place]} covers positions "
-            f"{first_positions[place]}..{covered[place] - 1}, but the step computes "
-            f"{query_starts[place]}..{plan.seq_lens[place] - 1}"
+            f"{first_positions[place]}..{covered[place] - 1} in pages of {page_size}, but the step "
+            f"computes {query_starts[place]}..{plan.seq_lens[place] - 1} and reads from "
+            f"{oldest[place]} on"
         )
 
 

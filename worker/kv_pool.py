@@ -5,8 +5,8 @@ contiguous run and moving it is a plain copy; keys of one head and page lie toge
 fast order for attention. Block b of a group lies in chunk `b // blocks_per_chunk`; all groups see
 the same bytes, and the scheduler sees to it that a chunk belongs to one group at a time.
 
-Owns: allocation, the views, copies of blocks. Does not own: which block belongs to whom (the
-scheduler), how many chunks there are (memory.py).
+Owns: allocation, the views, copies of blocks within the pool. Does not own: which block belongs to
+whom (the scheduler), how many chunks there are (memory.py), copies out of the pool (swap.py).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class KvPool:
         self.num_chunks = num_chunks
         num_items = num_chunks * geometry.chunk_bytes // geometry.itemsize
         # zeros, never empty: 0 * NaN of left-over memory would poison masked attention weights
-        self._memory = torch.zeros(num_items, dtype=dtype, device=device)
-        # per group [num_blocks, layers, 2, num_kv_heads, page_size, head_dim]
+        self.memory = torch.zeros(num_items, dtype=dtype, device=device)
+        # per group [num_blocks, layer slots, 2, num_kv_heads, page_size, head_dim]
         self._blocks = [
-            self._memory.view(
+            self.memory.view(
                 num_chunks * group.blocks_per_chunk,
-                len(group.layers),
+                group.num_slots,
                 2,
                 geometry.num_kv_heads,
                 geometry.page_size,
@@ -50,14 +50,15 @@ class KvPool:
 
     @property
     def num_bytes(self) -> int:
-        return self._memory.numel() * self._memory.itemsize
+        return self.memory.numel() * self.memory.itemsize
 
     def num_blocks(self, group: int) -> int:
         """Blocks of cache group `group`, those of the reserved chunks included."""
         return self._blocks[group].shape[0]
 
     def blocks(self, group: int) -> torch.Tensor:
-        """All blocks of a group: [num_blocks, layers, 2, num_kv_heads, page_size, head_dim]."""
+        """All blocks of a group: [num_blocks, layer slots, 2, num_kv_heads, page_size,
+        head_dim]."""
         return self._blocks[group]
 
     def layer_views(self, layer_idx: int) -> tuple[int, torch.Tensor]:

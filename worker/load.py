@@ -18,6 +18,7 @@ from protos import link_pb2
 from worker.attention.interface import ATTENTION_NAME, register
 from worker.geometry import Geometry, UnsupportedModel, geometry_of
 from worker.model_check import check_config, check_dense, probe
+from worker.rope import pin_longrope
 
 __all__ = ["LoadedModel", "Progress", "UnsupportedModel", "load_folder", "load_model"]
 
@@ -42,7 +43,7 @@ class LoadedModel:
     max_model_len: int
     dtype: torch.dtype
     device: torch.device
-    geometry: Geometry
+    geometry: Geometry  # one group per attention type; Geometry.fitted adapts it to a pool
 
 
 def load_model(configure: link_pb2.Configure, progress: Progress) -> LoadedModel:
@@ -78,6 +79,7 @@ def load_folder(path: str, configure: link_pb2.Configure, progress: Progress) ->
     )
     model.to(device).eval()  # type: ignore[arg-type]  # the decorator hides nn.Module.to
     progress("checking the model", 0.9)
+    pin_longrope(model, max_model_len)
     vocab_size = probe(model, geometry, device)
     progress("loaded", 1.0)
     return LoadedModel(

@@ -1,32 +1,19 @@
 """How much KV memory fits: what everything else needs, then whole chunks of the rest.
 
 The weights are loaded when this runs, so the device's free memory already lacks them. From
-max_memory_percent of what is free come off: activations of the largest step, logits and what the
-sampler makes of them, the step's input buffers. What remains is the pool.
+max_memory_percent of what is free come off: what a step needs (step_memory.py), and on the CPU the
+swap pool, which otherwise lies in the host's memory. What remains is the KV pool, and its size
+decides into which cache groups the layers are split (tiling.py).
 
-Owns: the arithmetic and its printable form. Does not own: the pool itself (kv_pool.py). The
-formulas count the largest tensors that live at the same time; M = max_batch_tokens, R =
-max_requests_per_batch, a = bytes of one number of the model's dtype:
-
-    activations  M * a * max(attention, mlp), in numbers per token:
-                 attention = 3 * hidden + 2 * (H + 2 * Hkv) * D    residual, norm, output; q, k, v
-                                                                  before and after RoPE
-                 mlp       = 2 * hidden + 3 * intermediate         gate, up, their product
-    logits       R * (hidden * a + vocab * (a + 12))               logits, float32 copy, the
-                                                                  sampler's sorted copy and sums
-    gathered     2 * Hkv * D * a * max_model_len + 5 * min(M, max_model_len) * max_model_len
-                                                                  `reference` only: one request's
-                                                                  K and V, and its mask
-    inputs       io * M * (16 + 8 * G) + io * R * G * 4 * ceil(max_model_len / page_size)
-                                                                  io = 2 with use_async_batching
+Owns: the order of these decisions, refusals with numbers, the printable plan. Does not own: the
+pools themselves (kv_pool.py, swap.py), the formulas of a step (step_memory.py).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import psutil  # type: ignore[import-untyped]  # its stubs are no dependency
 import torch
@@ -35,8 +22,10 @@ from protos import link_pb2
 from protos.plan import NUM_RESERVED_CHUNKS
 from worker.geometry import Geometry
 from worker.load import LoadedModel
+from worker.step_memory import StepMemory, step_memory
 
 _DEFAULT_PERCENT: Final = {"cuda": 0.9, "cpu": 0.6, "mps": 0.6}
+_MOST_SWAP: Final = 0.8  # of the host's free memory
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
@@ -46,89 +35,140 @@ class OutOfMemory(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of everything, and the number of chunks; `str` is a table for a person."""
+    """Bytes of everything, and the sizes of both pools; `str` is a table for a person."""
 
     free: int  # on the device, the weights already loaded
     percent: float  # of `free` that may be used
     weights: int
-    activations: int
-    logits: int
-    gathered: int
-    inputs: int
-    chunk_bytes: int
+    step: StepMemory
+    geometry: Geometry  # its groups suit the pool
     num_chunks: int  # the reserved ones included
-    tokens: int  # that the pool holds, the reserved chunks not counted
+    num_swap_chunks: int
 
     @property
     def pool(self) -> int:
-        return self.num_chunks * self.chunk_bytes
+        return self.num_chunks * self.geometry.chunk_bytes
+
+    @property
+    def swap(self) -> int:
+        return self.num_swap_chunks * self.geometry.chunk_bytes
+
+    @property
+    def total(self) -> int:
+        """Everything but the weights, be it on the device or in the host's memory."""
+        return self.step.total + self.pool + self.swap
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all layers that the pool holds, the reserved chunks not counted."""
+        usable = (self.num_chunks - NUM_RESERVED_CHUNKS) * self.geometry.chunk_bytes
+        return usable // self.geometry.model_block_bytes * self.geometry.page_size
 
     def __str__(self) -> str:
         rows = [
             ("weights (loaded)", self.weights),
-            ("activations", self.activations),
-            ("logits and sampling", self.logits),
-            ("gathered keys and mask", self.gathered),
-            ("step inputs", self.inputs),
+            ("activations", self.step.activations),
+            ("logits and sampling", self.step.logits),
+            ("gathered keys, scores", self.step.gathered),
+            ("step inputs", self.step.inputs),
+            ("library workspaces", self.step.workspaces),
             ("KV pool", self.pool),
+            ("swap pool (host)", self.swap),
         ]
         lines = [f"{name:<24}{size / 2**20:>12,.1f} MiB" for name, size in rows if size]
+        num_groups = len(self.geometry.groups)
         lines.append(
-            f"{self.num_chunks} chunks of {self.chunk_bytes / 2**20:,.3f} MiB hold "
-            f"{self.tokens:,} tokens; {self.free / 2**20:,.1f} MiB were free, "
-            f"{self.percent:.0%} of it may be used"
+            f"{self.num_chunks} chunks of {self.geometry.chunk_bytes / 2**20:,.3f} MiB in "
+            f"{num_groups} cache group{'s' * (num_groups > 1)} hold {self.tokens:,} tokens; "
+            f"{self.free / 2**20:,.1f} MiB were free, {self.percent:.0%} of it may be used"
         )
         return "\n".join(lines)
 
 
 def plan_memory(
-    loaded: LoadedModel, configure: link_pb2.Configure, attention: str, free: int | None = None
+    loaded: LoadedModel,
+    configure: link_pb2.Configure,
+    attention: str,
+    free: int | None = None,
+    host_free: int | None = None,
 ) -> MemoryPlan:
-    """How many chunks the pool gets. `attention` is the backend's name.
+    """How many chunks both pools get, and in which groups. `attention` is the backend's name.
 
-    `free` bytes are asked of the device unless given. With num_blocks, exactly that many blocks
-    are planned; else as many as fit, but never more than max_requests_per_batch requests of
-    max_model_len tokens can use. Raises OutOfMemory, or ValueError for a bad max_memory_percent.
+    `free` bytes are asked of the device and `host_free` of the host unless given. With num_blocks,
+    exactly that many blocks are planned; else as many as fit, but never more than
+    max_requests_per_batch requests of max_model_len tokens can use. Raises OutOfMemory, or
+    ValueError for a setting that makes no sense.
     """
+    is_host = loaded.device.type == "cpu"
     free = free_memory(loaded.device) if free is None else free
+    if host_free is None:
+        host_free = free if is_host else free_memory(torch.device("cpu"))
     percent = configure.max_memory_percent or _DEFAULT_PERCENT[loaded.device.type]
     if not 0 < percent <= 1:
         raise ValueError(f"max_memory_percent is {percent}; it must be above 0 and at most 1")
-    geometry = loaded.geometry
-    config = loaded.model.config.get_text_config()
-    activations = configure.max_batch_tokens * _activation_bytes(config, geometry)
-    logits = configure.max_requests_per_batch * (
-        config.hidden_size * geometry.itemsize + loaded.vocab_size * (geometry.itemsize + 12)
-    )
-    gathered = _gathered_bytes(loaded, configure) if attention == "reference" else 0
-    inputs = _input_bytes(loaded, configure)
+    if configure.num_blocks < 0:
+        raise ValueError(f"num_blocks is {configure.num_blocks}; it must be positive, or 0 = auto")
+    swap_bytes = _swap_bytes(configure, host_free)
+    budget = int(free * percent) - (swap_bytes if is_host else 0)
 
-    available = int(free * percent) - activations - logits - gathered - inputs
-    fitting = max(0, available // geometry.chunk_bytes)
-    num_chunks = _wanted_chunks(loaded, configure, fitting)
-    if num_chunks > fitting or fitting <= NUM_RESERVED_CHUNKS:
-        raise OutOfMemory(
-            f"the KV pool needs {_mib(max(num_chunks, NUM_RESERVED_CHUNKS + 1), geometry)}, but of "
-            f"{free / 2**20:,.1f} MiB free on {loaded.device} at {percent:.0%}, after "
-            f"{(activations + logits + gathered + inputs) / 2**20:,.1f} MiB for a step, "
-            f"{max(0, available) / 2**20:,.1f} MiB are left: lower max_batch_tokens (now "
-            f"{configure.max_batch_tokens}), max_requests_per_batch (now "
-            f"{configure.max_requests_per_batch}) or num_blocks (now {configure.num_blocks}), or "
-            f"raise max_memory_percent"
-        )
-    usable = (num_chunks - NUM_RESERVED_CHUNKS) * geometry.chunk_bytes
-    return MemoryPlan(
+    geometry = loaded.geometry
+    step = step_memory(loaded, configure, attention, geometry)
+    wanted = _wanted_chunks(geometry, loaded, configure) * geometry.chunk_bytes
+    geometry = geometry.fitted(max(0, min(wanted, budget - step.total)))
+    step = step_memory(loaded, configure, attention, geometry)  # inputs grow with the groups
+    available = max(0, budget - step.total)
+    num_chunks = _wanted_chunks(geometry, loaded, configure)
+    if not configure.num_blocks:
+        num_chunks = min(num_chunks, available // geometry.chunk_bytes)
+    plan = MemoryPlan(
         free=free,
         percent=percent,
         weights=weight_bytes(loaded),
-        activations=activations,
-        logits=logits,
-        gathered=gathered,
-        inputs=inputs,
-        chunk_bytes=geometry.chunk_bytes,
-        num_chunks=num_chunks,
-        tokens=usable // geometry.model_block_bytes * geometry.page_size,
+        step=step,
+        geometry=geometry,
+        num_chunks=max(num_chunks, NUM_RESERVED_CHUNKS + 1),
+        num_swap_chunks=swap_bytes // geometry.chunk_bytes,
     )
+    if plan.pool > available:
+        taken = f", after {step.total / 2**20:,.1f} MiB for a step"
+        if is_host and swap_bytes:
+            taken += f" and {swap_bytes / 2**20:,.1f} MiB for swapping"
+        raise OutOfMemory(
+            f"the KV pool needs {plan.pool / 2**20:,.1f} MiB ({plan.num_chunks} chunks of "
+            f"{geometry.chunk_bytes / 2**20:,.3f} MiB), but of {free / 2**20:,.1f} MiB free on "
+            f"{loaded.device} at {percent:.0%}{taken}, {available / 2**20:,.1f} MiB are left: "
+            f"lower max_batch_tokens (now {configure.max_batch_tokens}), max_requests_per_batch "
+            f"(now {configure.max_requests_per_batch}), num_blocks (now {configure.num_blocks}) or "
+            f"cpu_offload_space (now {configure.cpu_offload_space:g} GiB), or raise "
+            f"max_memory_percent"
+        )
+    if swap_bytes and not plan.num_swap_chunks:
+        raise ValueError(
+            f"cpu_offload_space is {configure.cpu_offload_space:g} GiB, less than one chunk of "
+            f"{geometry.chunk_bytes / 2**20:,.3f} MiB; allowed: 0 (off), or at least one chunk"
+        )
+    return plan
+
+
+def _swap_bytes(configure: link_pb2.Configure, host_free: int) -> int:
+    space = configure.cpu_offload_space
+    if not space >= 0:
+        raise ValueError(f"cpu_offload_space is {space} GiB; it must be at least 0")
+    if space * 2**30 > _MOST_SWAP * host_free:
+        raise OutOfMemory(
+            f"cpu_offload_space is {space:g} GiB, but of {host_free / 2**30:,.2f} GiB free in the "
+            f"host's memory at most {_MOST_SWAP:.0%} may be used for it: "
+            f"{_MOST_SWAP * host_free / 2**30:,.2f} GiB"
+        )
+    return int(space * 2**30)
+
+
+def _wanted_chunks(geometry: Geometry, loaded: LoadedModel, configure: link_pb2.Configure) -> int:
+    """Chunks that are asked for, or else as many as can be of use; the reserved ones included."""
+    if configure.num_blocks:
+        return NUM_RESERVED_CHUNKS + geometry.chunks_for_blocks(configure.num_blocks)
+    useful = configure.max_requests_per_batch * geometry.chunks_for_tokens(loaded.max_model_len)
+    return NUM_RESERVED_CHUNKS + useful
 
 
 def weight_bytes(loaded: LoadedModel) -> int:
@@ -149,40 +189,3 @@ def free_memory(device: torch.device) -> int:
     except OSError:
         return available
     return available if limit == "max" else min(available, max(0, int(limit) - int(used)))
-
-
-def _wanted_chunks(loaded: LoadedModel, configure: link_pb2.Configure, fitting: int) -> int:
-    geometry = loaded.geometry
-    if configure.num_blocks < 0:
-        raise ValueError(f"num_blocks is {configure.num_blocks}; it must be positive, or 0 = auto")
-    if configure.num_blocks:
-        return NUM_RESERVED_CHUNKS + geometry.chunks_for_blocks(configure.num_blocks)
-    useful = configure.max_requests_per_batch * geometry.chunks_for_tokens(loaded.max_model_len)
-    return min(fitting, NUM_RESERVED_CHUNKS + useful)
-
-
-def _activation_bytes(config: Any, geometry: Geometry) -> int:
-    """Per token of a step, with every layer's activations given back before the next layer."""
-    hidden: int = config.hidden_size
-    intermediate: int = getattr(config, "intermediate_size", None) or 4 * hidden
-    heads = (geometry.num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim
-    return geometry.itemsize * max(3 * hidden + 2 * heads, 2 * hidden + 3 * intermediate)
-
-
-def _gathered_bytes(loaded: LoadedModel, configure: link_pb2.Configure) -> int:
-    geometry, longest = loaded.geometry, loaded.max_model_len
-    keys_values = 2 * geometry.num_kv_heads * geometry.head_dim * geometry.itemsize * longest
-    return keys_values + 5 * min(configure.max_batch_tokens, longest) * longest
-
-
-def _input_bytes(loaded: LoadedModel, configure: link_pb2.Configure) -> int:
-    num_groups = len(loaded.geometry.groups)
-    pages = math.ceil(loaded.max_model_len / loaded.geometry.page_size)
-    one = configure.max_batch_tokens * (16 + 8 * num_groups)
-    one += configure.max_requests_per_batch * num_groups * 4 * pages
-    return one * (2 if configure.use_async_batching else 1)
-
-
-def _mib(num_chunks: int, geometry: Geometry) -> str:
-    size = num_chunks * geometry.chunk_bytes / 2**20
-    return f"{size:,.1f} MiB ({num_chunks} chunks of {geometry.chunk_bytes / 2**20:,.3f} MiB)"

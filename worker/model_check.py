@@ -23,9 +23,6 @@ from worker.geometry import Geometry, UnsupportedModel
 
 _PROBE_TOKENS: Final = 3
 _TRIED_ROWS: Final = (2, 3, 5, 9)  # multiples of the deterministic row count
-# These RoPE kinds take their frequencies from the longest position of the whole flat batch, so one
-# long request would change its neighbours' results.
-_BATCH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
 
 
 def check_config(text_config: Any) -> None:
@@ -52,10 +49,11 @@ def _reasons(config: Any) -> Iterator[str]:
         if value is not None and value != of_all:
             yield f"{name} is {value} beside {of_all}: layers must not differ in their heads"
     for rope_type in _rope_types(config):
-        if rope_type in _BATCH_DEPENDENT_ROPE:
+        if "dynamic" in rope_type:  # longrope has the same flaw, but can be pinned: rope.py
             yield (
-                f"its RoPE is {rope_type!r}, which depends on the longest request of a batch; it "
-                f"is not served until it is pinned to one length"
+                f"its RoPE is {rope_type!r}: its frequencies follow the longest request of a "
+                f"batch, so one long request would change the answers of its neighbours; set "
+                f"another rope_type (yarn, linear) in the model's config.json"
             )
 
 
@@ -117,6 +115,7 @@ class _Probe:
         self.layers: list[int] = []
         self.shapes: list[tuple[tuple[int, ...], ...]] = []  # query, key, value of each call
         self.causal: list[bool] = []
+        self.windows: list[int] = []
 
     def attend_layer(
         self,
@@ -129,6 +128,7 @@ class _Probe:
         self.layers.append(layer_index(module))
         self.shapes.append((tuple(query.shape), tuple(key.shape), tuple(value.shape)))
         self.causal.append(getattr(module, "is_causal", True) is not False)
+        self.windows.append(call.sliding_window)
         _, num_heads, num_tokens, _ = query.shape
         return query.new_zeros(1, num_tokens, num_heads, value.shape[-1])
 
@@ -183,3 +183,16 @@ def _check_calls(name: str, seen: _Probe, geometry: Geometry) -> None:
             )
         if not causal:
             raise UnsupportedModel(f"{name}: the attention of layer {layer} is not causal")
+    _check_windows(name, seen, geometry)
+
+
+def _check_windows(name: str, seen: _Probe, geometry: Geometry) -> None:
+    """A layer that names a window must name its group's. One that names none may apply it through
+    a mask that is never made here (phimoe, qwen2_moe): then the configuration is right."""
+    expected = {layer: g.sliding_window for g in geometry.groups for layer in g.layers}
+    for layer, window in zip(seen.layers, seen.windows, strict=True):
+        if window not in (0, expected[layer]):
+            raise UnsupportedModel(
+                f"{name}: layer {layer} attends through a window of {window} tokens, but its "
+                f"configuration promises {expected[layer] or 'full attention'}"
+            )

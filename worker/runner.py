@@ -31,6 +31,7 @@ from worker.kv_pool import KvPool
 from worker.load import LoadedModel
 from worker.memory import plan_memory
 from worker.model_check import check_row_bits
+from worker.swap import SwapPool
 
 # (logits float32 [S, V], temperature, top_k, top_p, min_p, u: each [S]) -> token ids int64 [S]
 Sample = Callable[[torch.Tensor, Float32, Int32, Float32, Float32, Float32], torch.Tensor]
@@ -51,8 +52,11 @@ class Runner:
         configure: link_pb2.Configure,
         num_chunks: int | None = None,
         sample: Sample | None = None,
+        num_swap_chunks: int = 0,
     ) -> None:
-        """`num_chunks` are as many as fit by default (memory.py), `sample` is worker.sampler's.
+        """By default memory.py chooses the pools' sizes and groups; with `num_chunks`, the two
+        numbers are taken as given, and the groups of `loaded.geometry`. `sample` is
+        worker.sampler's by default.
 
         Raises ValueError where the wanted attention or `deterministic` cannot be had, or where
         memory is too small.
@@ -65,19 +69,23 @@ class Runner:
         self._loaded = loaded
         self._model = loaded.model
         self._device = loaded.device
-        self._geometry = loaded.geometry
         self._row_multiple = _DETERMINISTIC_ROWS if configure.deterministic else 1
         self.backend = choose_backend(
             configure.attention, loaded.device, loaded.dtype, configure.deterministic
         )
         if configure.deterministic:
             check_row_bits(loaded.model, _DETERMINISTIC_ROWS)
+        self._geometry = loaded.geometry
         if num_chunks is None:
             memory = plan_memory(loaded, configure, self.backend.name)
             _logger.info("memory:\n%s", memory)
-            num_chunks = memory.num_chunks
-        self.pool = KvPool(loaded.geometry, num_chunks, loaded.dtype, loaded.device)
-        self._num_blocks = [self.pool.num_blocks(g) for g in range(len(loaded.geometry.groups))]
+            self._geometry = memory.geometry
+            num_chunks, num_swap_chunks = memory.num_chunks, memory.num_swap_chunks
+        self.pool = KvPool(self._geometry, num_chunks, loaded.dtype, loaded.device)
+        self.swap = SwapPool(self.pool, num_swap_chunks)
+        groups = range(len(self._geometry.groups))
+        self._num_blocks = [self.pool.num_blocks(group) for group in groups]
+        self._num_swap_blocks = [self.swap.num_blocks(group) for group in groups]
         self._last_token = torch.zeros(_FIRST_ROWS, dtype=torch.int64, device=loaded.device)
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -92,6 +100,7 @@ class Runner:
             self._geometry.groups,
             self._num_blocks,
             self._geometry.page_size,
+            num_swap_blocks=self._num_swap_blocks,
             row_multiple=self._row_multiple,
         )
         begin = time.perf_counter_ns()
@@ -128,12 +137,17 @@ class Runner:
             page_size=geometry.page_size,
             num_chunks=self.pool.num_chunks,
             chunk_bytes=geometry.chunk_bytes,
+            num_swap_chunks=self.swap.num_chunks,
             attention=self.backend.name,
         )
 
     def _pre_ops(self, plan: StepPlan) -> None:
+        self.swap.take_out(plan.swap_out)
+        self.swap.bring_in(plan.swap_in)
         self.pool.copy_blocks(plan.copy)
-        highest = max(plan.rows.max(initial=-1), plan.init_rows.max(initial=-1))
+        # samples may name rows that compute nothing yet: siblings that are forked off
+        rows = (plan.rows, plan.init_rows, plan.sample_rows)
+        highest = max(of_plan.max(initial=-1) for of_plan in rows)
         while highest >= len(self._last_token):
             self._last_token = torch.cat([self._last_token, torch.zeros_like(self._last_token)])
         if len(plan.init_rows):
@@ -217,8 +231,6 @@ def _microseconds_since(begin: int) -> int:
 
 def _refuse_later_features(plan: StepPlan) -> None:
     later = {
-        "swap_out": len(plan.swap_out),
-        "swap_in": len(plan.swap_in),
         "init_history (penalties)": len(plan.init_history),
         "repetition_penalty": np.count_nonzero(plan.repetition_penalty != 1),
         "frequency_penalty": np.count_nonzero(plan.frequency_penalty),

@@ -26,6 +26,8 @@ NumpyFloat = npt.NDArray[np.float32]
 NumpyInt = npt.NDArray[np.int32]
 
 CANDIDATES: Final = (256, 4096)  # tried in this order, on the CPU
+# Candidates looked at in one go: sorting takes some 50 bytes for each (step_memory.py counts them).
+MOST_AT_ONCE: Final = 2**22
 # Below this a row is greedy but for exact ties, and logits / temperature would overflow.
 MIN_TEMPERATURE: Final = 1e-5
 
@@ -101,13 +103,16 @@ def _draw_from_kept(
     tokens = torch.zeros(num_rows, dtype=torch.int64, device=scaled.device)
     left = torch.arange(num_rows, device=scaled.device)  # rows without a token yet
     for size in (*sizes, vocab_size):
-        ids = _largest(scaled, left, size)
-        at = (left[:, None], ids)
-        chosen, is_enough = _draw(
-            scaled[at], probs[at], vocab_size, top_k[left], top_p[left], min_p[left], u[left]
-        )
-        tokens[left] = ids.gather(1, chosen[:, None])[:, 0]
-        left = left[~is_enough]
+        undecided = []
+        for rows in left.split(max(1, MOST_AT_ONCE // size)):
+            ids = _largest(scaled, rows, size)
+            at = (rows[:, None], ids)
+            chosen, is_enough = _draw(
+                scaled[at], probs[at], vocab_size, top_k[rows], top_p[rows], min_p[rows], u[rows]
+            )
+            tokens[rows] = ids.gather(1, chosen[:, None])[:, 0]
+            undecided.append(rows[~is_enough])
+        left = torch.cat(undecided)
         if not len(left):
             break
     return tokens

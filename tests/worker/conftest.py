@@ -25,6 +25,7 @@ from worker.runner import Runner
 
 PAGE_SIZE = 4
 NUM_CHUNKS = 200
+NUM_SWAP_CHUNKS = 40
 
 
 def configure(**settings: Any) -> link_pb2.Configure:
@@ -75,8 +76,8 @@ def served(saved: Callable[..., tuple[Path, PreTrainedModel]]) -> Callable[..., 
     ) -> Served:
         loaded = load(saved(config)[0], **settings)
         sample = GreedySample()
-        runner = Runner(loaded, configure(**settings), NUM_CHUNKS, sample)
-        planner = Planner(loaded.geometry.page_size, NUM_CHUNKS, hide_outputs=hide_outputs)
+        runner = Runner(loaded, configure(**settings), NUM_CHUNKS, sample, NUM_SWAP_CHUNKS)
+        planner = Planner(loaded.geometry, NUM_CHUNKS, hide_outputs=hide_outputs)
         return Served(runner, planner, sample, loaded)
 
     return make

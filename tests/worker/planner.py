@@ -1,7 +1,9 @@
 """A small, explicit planner: makes StepPlans for given chunks, without any scheduling.
 
-Blocks come from a shuffled free list, so that tables are scattered and a kernel that reads
-neighbouring blocks instead of its table is found out.
+Chunks are dealt out to the cache groups once, and each group's blocks come from a shuffled free
+list, so that tables are scattered and a kernel that reads neighbouring blocks instead of its table
+is found out. Sliding tables let go of what the window no longer reads, and such blocks are used
+again at once.
 """
 
 from __future__ import annotations
@@ -15,15 +17,17 @@ import numpy as np
 import torch
 
 from protos.plan import NUM_RESERVED_CHUNKS, PLAN_LAYOUT, UNKNOWN_TOKEN, StepPlan, StepResult
+from worker.geometry import CacheGroup, Geometry
 from worker.runner import Runner
 
 
 def plan_of(step_id: int = 1, **arrays: Any) -> StepPlan:
-    """A plan of one cache group with the given arrays; the others are empty or off."""
+    """A plan with the given arrays, of one cache group unless `table_start` has more; the others
+    are empty or off."""
     samples = len(arrays.get("sample_logits", ()))
     values: dict[str, Any] = {
-        "swap_out": np.zeros((0, 2)),
-        "swap_in": np.zeros((0, 2)),
+        "swap_out": np.zeros((0, 3)),
+        "swap_in": np.zeros((0, 3)),
         "copy": np.zeros((0, 3)),
         "init_history_start": np.zeros(len(arrays.get("init_rows", ())) + 1),
         "query_start_loc": [0],
@@ -49,41 +53,64 @@ def plan_of(step_id: int = 1, **arrays: Any) -> StepPlan:
 
 
 @dataclass(slots=True, eq=False)
+class Table:
+    """One request's blocks of one cache group, from page `first_page` on."""
+
+    first_page: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     prompt: list[int]
     max_tokens: int
     row: int
     output: list[int] = field(default_factory=list)
     num_computed: int = 0
-    table: list[int] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)  # one per cache group
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.output)
+
+    @property
+    def table(self) -> list[int]:
+        """The blocks of the first cache group."""
+        return self.tables[0].blocks
 
 
 @dataclass(slots=True, eq=False)
 class Planner:
     """Block tables of a few requests, and the plans for chosen chunks of them."""
 
-    page_size: int
-    num_blocks: int  # of the pool, with the reserved ones
+    geometry: Geometry
+    num_chunks: int  # of the pool, with the reserved ones
     seed: int = 0
     hide_outputs: bool = False  # plan sampled tokens as UNKNOWN_TOKEN, as run-ahead does
     step_id: int = 0
-    free: list[int] = field(init=False)
+    free_blocks: list[list[int]] = field(init=False)  # per cache group
 
     def __post_init__(self) -> None:
-        self.free = list(range(NUM_RESERVED_CHUNKS, self.num_blocks))
-        random.Random(self.seed).shuffle(self.free)
+        groups = self.geometry.groups
+        self.free_blocks = []
+        for index, group in enumerate(groups):
+            chunks = range(NUM_RESERVED_CHUNKS + index, self.num_chunks, len(groups))
+            size = group.blocks_per_chunk
+            blocks = [block for c in chunks for block in range(c * size, (c + 1) * size)]
+            random.Random(self.seed + index).shuffle(blocks)
+            self.free_blocks.append(blocks)
 
-    def plan(self, chunks: Sequence[tuple[Request, int]]) -> StepPlan:
+    @property
+    def free(self) -> list[int]:
+        """Free blocks of the first cache group."""
+        return self.free_blocks[0]
+
+    def plan(self, chunks: Sequence[tuple[Request, int]], **arrays: Any) -> StepPlan:
         """One step that computes so many next tokens of each request, and samples where that
-        reaches the last one known."""
+        reaches the last one known. `arrays` replace those of the plan."""
         self.step_id += 1
         tokens: list[int] = []
-        query_start_loc, table_start = [0], [0]
-        blocks: list[int] = []
+        query_start_loc = [0]
         sampling, logits_indices = [], []
         for request, length in chunks:
             known = [*request.prompt, *request.output]
@@ -93,33 +120,64 @@ class Planner:
             for position in range(begin, end):
                 is_hidden = self.hide_outputs and position >= len(request.prompt)
                 tokens.append(UNKNOWN_TOKEN if is_hidden else known[position])
-            while len(request.table) * self.page_size < end:
-                request.table.append(self.free.pop())
+            self._cover(request, begin, end)
             query_start_loc.append(len(tokens))
-            blocks += request.table
-            table_start.append(len(blocks))
             request.num_computed = end
             if end == len(known):
                 sampling.append(request.row)
                 logits_indices.append(len(tokens) - 1)
-        return plan_of(
-            self.step_id,
-            init_rows=[r.row for r, length in chunks if r.num_computed == length],
-            init_prompt_lens=[len(r.prompt) for r, length in chunks if r.num_computed == length],
-            token_ids=tokens,
-            rows=[request.row for request, _ in chunks],
-            query_start_loc=query_start_loc,
-            seq_lens=[request.num_computed for request, _ in chunks],
-            table_start=[table_start],
-            blocks=blocks,
-            logits_indices=logits_indices,
-            sample_logits=range(len(logits_indices)),
-            sample_rows=sampling,
-        )
+        requests = [request for request, _ in chunks]
+        new = [request for request, length in chunks if request.num_computed == length]
+        values = {
+            "init_rows": [request.row for request in new],
+            "init_prompt_lens": [len(request.prompt) for request in new],
+            "token_ids": tokens,
+            "rows": [request.row for request in requests],
+            "query_start_loc": query_start_loc,
+            "seq_lens": [request.num_computed for request in requests],
+            "logits_indices": logits_indices,
+            "sample_logits": range(len(logits_indices)),
+            "sample_rows": sampling,
+            **self._tables(requests),
+            **arrays,
+        }
+        return plan_of(self.step_id, **values)
+
+    def _cover(self, request: Request, begin: int, end: int) -> None:
+        """Blocks for positions below `end`, and none that only tokens before `begin` read."""
+        if not request.tables:
+            request.tables = [Table() for _ in self.geometry.groups]
+        for index, (group, table) in enumerate(
+            zip(self.geometry.groups, request.tables, strict=True)
+        ):
+            first_page = self._first_page(group, begin)
+            leaving = first_page - table.first_page
+            self.free_blocks[index] += table.blocks[:leaving]
+            del table.blocks[:leaving]
+            table.first_page = first_page
+            while (table.first_page + len(table.blocks)) * self.geometry.page_size < end:
+                table.blocks.append(self.free_blocks[index].pop())
+
+    def _first_page(self, group: CacheGroup, begin: int) -> int:
+        if not group.sliding_window:
+            return 0
+        return max(0, begin - group.sliding_window + 1) // self.geometry.page_size
+
+    def _tables(self, requests: Sequence[Request]) -> dict[str, Any]:
+        starts, first_positions, blocks = [], [], []
+        for index in range(len(self.geometry.groups)):
+            tables = [request.tables[index] for request in requests]
+            starts.append([len(blocks)])
+            for table in tables:
+                blocks += table.blocks
+                starts[-1].append(len(blocks))
+            first_positions.append([t.first_page * self.geometry.page_size for t in tables])
+        return {"table_start": starts, "first_positions": first_positions, "blocks": blocks}
 
     def finish(self, request: Request) -> None:
-        self.free += request.table
-        request.table = []
+        for free, table in zip(self.free_blocks, request.tables, strict=True):
+            free += table.blocks
+            table.blocks = []
 
 
 class GreedySample:

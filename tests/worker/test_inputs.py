@@ -27,7 +27,12 @@ PLAN = {
 
 def prepare(row_multiple: int = 1, **changes: object) -> StepInputs:
     return prepare_inputs(
-        plan_of(**{**PLAN, **changes}), [FULL], [10], 4, row_multiple=row_multiple
+        plan_of(**{**PLAN, **changes}),
+        [FULL],
+        [10],
+        4,
+        num_swap_blocks=[3],
+        row_multiple=row_multiple,
     )
 
 
@@ -81,21 +86,43 @@ def test_tables_that_start_later():
     assert inputs.groups[1].slot_mapping[5] // 4 == sliding.padding_write_block
 
 
+def test_sliding_tables_must_reach_back_as_far_as_the_window():
+    """A table that starts too late makes the kernel read before it: another request's keys."""
+    sliding = CacheGroup(SLIDING_ATTENTION, (0,), 5, 1)
+    one = {
+        "token_ids": [1],
+        "rows": [7],
+        "query_start_loc": [0, 1],
+        "seq_lens": [10],
+        "table_start": [[0, 2]],
+        "blocks": [6, 8],
+    }
+    # position 9 reads from 5 on, so from the page of positions 4..7
+    prepare_inputs(plan_of(**one, first_positions=[[4]]), [sliding], [10], 4)
+    with pytest.raises(InvalidPlan, match=r"row 7 covers positions 8\.\..* reads from 5 on"):
+        prepare_inputs(plan_of(**one, first_positions=[[8]]), [sliding], [10], 4)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"blocks": [9, 4, 10, 8, 5]}, r"blocks must lie in 2\.\.9, but range over 4\.\.10"),
         ({"blocks": [9, 4, 1, 8, 5]}, r"blocks must lie in 2\.\.9, but range over 1\.\.9"),
         ({"blocks": [9, 4, -1, 8, 5]}, r"but range over -1\.\.9"),
-        ({"seq_lens": [13, 6]}, r"row 7 covers positions 0\.\.11, .* computes 12\.\.12"),
+        ({"seq_lens": [13, 6]}, r"row 7 covers positions 0\.\.11 .* computes 12\.\.12"),
         ({"seq_lens": [10, 3]}, r"seq_lens \[10, 3\] are below"),
-        ({"first_positions": [[4, 0]]}, r"row 7 covers positions 4\.\.15"),
+        ({"first_positions": [[4, 0]]}, r"row 7 covers positions 4\.\.15 .* reads from 0 on"),
+        ({"first_positions": [[2, 0]]}, r"row 7 covers positions 2\.\.13 in pages of 4"),
         ({"query_start_loc": [0, 1, 4]}, r"query_start_loc is \[0, 1, 4\]"),
         ({"query_start_loc": [0, 0, 5]}, r"query_start_loc is \[0, 0, 5\]"),
         ({"logits_indices": [5]}, r"logits_indices must lie in 0\.\.4"),
-        ({"copy": [[0, 4, 10]]}, r"a copy from block 4 to 10 leaves the blocks 2\.\.9"),
-        ({"copy": [[0, 1, 4]]}, r"a copy from block 1 to 4 leaves"),
-        ({"copy": [[1, 4, 5]]}, r"a copy names cache group 1 of 1"),
+        ({"copy": [[0, 4, 10]]}, r"copy from block 4 to 10 leaves the blocks 2\.\.9"),
+        ({"copy": [[0, 1, 4]]}, r"copy from block 1 to 4 leaves"),
+        ({"copy": [[1, 4, 5]]}, r"copy names cache group 1 of 1"),
+        ({"swap_out": [[0, 4, 3]]}, r"swap_out from block 4 to 3 leaves the swap blocks 0\.\.2"),
+        ({"swap_out": [[0, 1, 0]]}, r"swap_out from block 1 to 0 leaves the blocks 2\.\.9"),
+        ({"swap_in": [[0, -1, 4]]}, r"swap_in from block -1 to 4 leaves the swap blocks"),
+        ({"swap_in": [[0, 2, 10]]}, r"swap_in from block 2 to 10 leaves the blocks 2\.\.9"),
         ({"sample_logits": [1]}, r"sample_logits must lie in 0\.\.0"),
     ],
     ids=str,

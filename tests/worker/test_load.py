@@ -12,7 +12,6 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
-    Phi3Config,
     T5Config,
 )
 
@@ -35,7 +34,7 @@ def test_facts_of_a_loaded_model(saved, make):
     assert loaded.vocab_size == tiny_models.VOCAB_SIZE
     assert loaded.max_model_len == 100
     assert (loaded.dtype, loaded.device) == (torch.float32, torch.device("cpu"))
-    assert loaded.geometry.num_layers == 3
+    assert loaded.geometry.num_layers == original.config.num_hidden_layers
     assert not loaded.model.training
     assert loaded.model.config._attn_implementation == ATTENTION_NAME
 
@@ -76,13 +75,6 @@ def test_max_model_len_defaults_to_the_models():
         _max_model_len(0, bloom)
 
 
-def test_sliding_windows_are_refused_before_weights_are_read(tmp_path):
-    """Served with full attention they would answer wrongly past the window."""
-    tiny_models.mistral_sliding().save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match=r"mistral: .*sliding_window is 16"):
-        load(tmp_path)
-
-
 def test_bloom_is_refused_by_the_probe(saved):
     """It never calls the attention interface: without the probe it would run, and answer garbage
     from the second step on."""
@@ -90,25 +82,12 @@ def test_bloom_is_refused_by_the_probe(saved):
         load(saved(tiny_models.bloom)[0], max_model_len=64)
 
 
-LONG_ROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0] * 48,
-    "long_factor": [2.0] * 48,
-    "original_max_position_embeddings": 4096,
-}
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (
             LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
-            "llama: its RoPE is 'dynamic'",
-        ),
-        (
-            Phi3Config(max_position_embeddings=131072, rope_parameters=LONG_ROPE),
-            "phi3: its RoPE is 'longrope'",
+            "llama: its RoPE is 'dynamic'.* one long request would change",
         ),
         (Gemma3nTextConfig(), "gemma3n_text: num_kv_shared_layers is"),
         (T5Config(), "t5: it is an encoder-decoder"),
@@ -166,6 +145,16 @@ def test_probe_refuses_models_that_fail(monkeypatch):
     model = _under_our_attention(config)
     monkeypatch.setattr(model.transformer.h[1], "forward", lambda *_, **__: {}["position"])
     with pytest.raises(UnsupportedModel, match=r"gpt2: a forward .* KeyError: 'position'"):
+        probe(model, geometry_of(config, 16, 4), torch.device("cpu"))
+
+
+def test_probe_refuses_a_window_that_the_configuration_does_not_promise():
+    """A full layer that reads through a window would be served with all keys, a sliding one with
+    another window than its table covers."""
+    config = tiny_models.qwen2_windowed()
+    model = _under_our_attention(config)
+    model.model.layers[0].self_attn.sliding_window = 5
+    with pytest.raises(UnsupportedModel, match=r"layer 0 .* window of 5 tokens.* full attention"):
         probe(model, geometry_of(config, 16, 4), torch.device("cpu"))
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.worker.conftest import configure, load
-from tests.worker.tiny_models import llama
+from tests.worker.tiny_models import gemma3, llama
 from worker.kv_pool import KvPool
 from worker.memory import OutOfMemory, free_memory, plan_memory, weight_bytes
+from worker.swap import SwapPool
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 @pytest.fixture
@@ -19,28 +23,35 @@ def loaded(saved):
     return load(saved(llama)[0])
 
 
-def test_predicted_bytes_equal_the_tensors(loaded):
+@pytest.mark.parametrize("make", [llama, gemma3], ids=["one group", "several groups"])
+@pytest.mark.parametrize("num_blocks", [3, 37, 4000])
+def test_predicted_bytes_equal_the_tensors(saved, make, num_blocks):
     """A prediction that is off by a factor ends in the kernel's out-of-memory killer."""
-    plan = plan_memory(loaded, configure(num_blocks=37), "cpu", free=1024 * MIB)
-    assert plan.num_chunks == 37 + 2
-    assert plan.tokens == 37 * 4
-    pool = KvPool(loaded.geometry, plan.num_chunks, loaded.dtype, loaded.device)
-    assert plan.pool == pool.num_bytes
-    assert plan.weights == sum(p.nbytes for p in loaded.model.parameters()) + sum(
-        b.nbytes for b in loaded.model.buffers()
-    )
+    loaded = load(saved(make)[0])
+    settings = configure(num_blocks=num_blocks, cpu_offload_space=0.01)
+    plan = plan_memory(loaded, settings, "cpu", free=GIB)
+    pool = KvPool(plan.geometry, plan.num_chunks, loaded.dtype, loaded.device)
+    swap = SwapPool(pool, plan.num_swap_chunks)
+    assert (plan.pool, plan.swap) == (pool.num_bytes, swap.num_bytes)
+    assert plan.tokens >= num_blocks * 4
+    assert 0 <= int(0.01 * GIB) - plan.swap < plan.geometry.chunk_bytes
+    weights = [*loaded.model.parameters(), *loaded.model.buffers()]
+    assert plan.weights == sum(tensor.nbytes for tensor in weights)
 
 
 def test_the_pool_takes_what_is_left(loaded):
     """Everything together stays within max_memory_percent of what is free, with less than a chunk
-    to spare."""
+    to spare; in the CPU's memory the swap pool is a part of it."""
     long = replace(loaded, max_model_len=10**6)
-    settings = configure(max_memory_percent=0.5)
-    for attention in ("cpu", "reference"):
-        free = 64 * MIB if attention == "cpu" else 4096 * MIB
+    for attention, free, space in (
+        ("cpu", 256 * MIB, 0),
+        ("cpu", 256 * MIB, 1 / 64),
+        ("reference", 4 * GIB, 0),
+    ):
+        settings = configure(max_memory_percent=0.5, cpu_offload_space=space)
         plan = plan_memory(long, settings, attention, free)
-        used = plan.pool + plan.activations + plan.logits + plan.gathered + plan.inputs
-        assert 0 <= free // 2 - used < plan.chunk_bytes
+        assert plan.swap == space * GIB // plan.geometry.chunk_bytes * plan.geometry.chunk_bytes
+        assert 0 <= free // 2 - plan.total < 2 * plan.geometry.chunk_bytes
 
 
 def test_never_more_than_can_be_used(loaded):
@@ -49,14 +60,24 @@ def test_never_more_than_can_be_used(loaded):
     assert plan.num_chunks == 2 + 16 * 256 // 4
 
 
+def test_groups_suit_the_pool(saved):
+    """A small pool gets small chunks, however large the machine: a chunk is 1/500 of it at most."""
+    loaded = load(saved(gemma3)[0])
+    large = plan_memory(loaded, configure(num_blocks=20_000), "cpu", free=10 * GIB)
+    small = plan_memory(loaded, configure(num_blocks=20), "cpu", free=10 * GIB)
+    assert len(large.geometry.groups) == 2
+    assert len(small.geometry.groups) == 6
+    assert large.geometry.chunk_bytes <= large.pool / 500
+
+
 def test_default_share_and_step_costs(loaded):
     """0.6 on the CPU; a second buffer set and longer steps cost memory."""
     plan = plan_memory(loaded, configure(), "cpu", free=1024 * MIB)
     assert plan.percent == 0.6
     double = plan_memory(loaded, configure(use_async_batching=True), "cpu", free=1024 * MIB)
-    assert double.inputs == 2 * plan.inputs
+    assert double.step.inputs == 2 * plan.step.inputs
     longer = plan_memory(loaded, configure(max_batch_tokens=512), "cpu", free=1024 * MIB)
-    assert longer.activations == 2 * plan.activations
+    assert longer.step.activations == 2 * plan.step.activations
 
 
 @pytest.mark.parametrize("settings", [{"num_blocks": 1000}, {}], ids=["num_blocks", "auto"])
@@ -64,6 +85,43 @@ def test_refusal_has_the_numbers(loaded, settings):
     """Who reads it must know what to change, and by how much."""
     with pytest.raises(OutOfMemory, match=r"of 0\.5 MiB free on cpu at 60%.*max_batch_tokens"):
         plan_memory(loaded, configure(**settings), "cpu", free=MIB // 2)
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        (0.9, r"is 0\.9 GiB, but of 1\.00 GiB free .* at most 80% .*: 0\.80 GiB"),
+        (-1, r"is -1\.0 GiB; it must be at least 0"),
+        (1e-6, r"is 1e-06 GiB, less than one chunk of 0\.00\d MiB"),
+    ],
+)
+def test_swap_space_is_bounded(loaded, space, message):
+    """Pinned memory that the machine lacks takes everything else down with it."""
+    with pytest.raises(ValueError, match=f"cpu_offload_space {message}"):
+        plan_memory(loaded, configure(cpu_offload_space=space), "cpu", free=GIB)
+
+
+def test_swap_space_lies_beside_a_device(loaded):
+    """On CUDA the swap pool takes nothing from the KV pool; the host's memory bounds it."""
+    there = replace(loaded, device=torch.device("cuda", 0))
+    settings = configure(cpu_offload_space=2, num_blocks=10)
+    plan = plan_memory(there, settings, "reference", free=GIB, host_free=4 * GIB)
+    assert plan.num_swap_chunks == 2 * GIB // plan.geometry.chunk_bytes
+    with pytest.raises(OutOfMemory, match=r"of 2\.00 GiB free in the host's memory"):
+        plan_memory(there, settings, "reference", free=GIB, host_free=2 * GIB)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_resident_memory_stays_inside_the_plan():
+    """What the plan leaves out is what the machine runs out of, in the middle of a busy day."""
+    cases = [("gemma3", "cpu"), ("gpt_oss", "reference")]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.worker.peak_memory"]
+    command += [word for case in cases for word in case]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200)
+    for case, line in zip(cases, done.stdout.splitlines(), strict=True):
+        planned, taken = (int(number) for number in line.split())
+        print(f"{case}: planned {planned / MIB:.0f} MiB, taken {taken / MIB:.0f} MiB")
+        assert 48 * MIB < taken <= planned, case
 
 
 @pytest.mark.parametrize("percent", [-0.1, 1.5])
@@ -77,8 +135,10 @@ def test_table_is_printable(loaded):
     """What the worker logs at start."""
     text = str(plan_memory(loaded, configure(num_blocks=64), "cpu", free=1024 * MIB))
     assert "KV pool" in text
-    assert "66 chunks of 0.001 MiB hold 256 tokens" in text
+    assert "66 chunks of 0.001 MiB in 1 cache group hold 256 tokens" in text
+    assert "1 cache group" in text
     assert "gathered" not in text
+    assert "swap" not in text
 
 
 def test_tied_weights_count_once(loaded):

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.worker.conftest import NUM_CHUNKS, PAGE_SIZE, configure, load
+from tests.worker.conftest import NUM_CHUNKS, configure, load
 from tests.worker.planner import GreedySample, Planner, serve
-from tests.worker.tiny_models import SERVED, llama, qwen3
+from tests.worker.tiny_models import SERVED, cohere2, gemma2, gemma3, gpt_oss, llama, phi3, qwen3
+from worker.geometry import FULL_ATTENTION, Geometry
 from worker.runner import Runner
 
 MAX_TOKENS = [12, 3, 9, 12, 6, 10]
@@ -42,8 +43,9 @@ def expected(saved, prompts, request):
 
 @pytest.mark.parametrize("expected", list(SERVED), indirect=True)
 def test_tokens_equal_generate_alone_and_in_mixed_batches(expected, served, prompts):
-    """Guards the whole forward: positions, slots, tables, chunk borders, logits rows. Any of them
-    wrong for one family changes a token."""
+    """Guards the whole forward: positions, slots, tables, chunk borders, logits rows, and each
+    family's window, scaling, softcap and sinks. Any of them wrong changes a token. Prompts end
+    before, at and behind the window's edge, and chunks cross it."""
     make, answers = expected
     alone = served(make)
     for prompt, count, answer in zip(prompts, MAX_TOKENS, answers, strict=True):
@@ -66,7 +68,49 @@ def test_other_backend_and_page_size_give_the_same_tokens(expected, served, prom
     assert [answer.tokens for answer in found] == answers
 
 
-@pytest.mark.parametrize("expected", [qwen3], indirect=True)
+@pytest.mark.parametrize("expected", [phi3, gemma2, gpt_oss], indirect=True)
+def test_the_reference_backend_keeps_windows_softcap_and_sinks(expected, served, prompts):
+    """The twin of the C kernel for what only these families have."""
+    make, answers = expected
+    it = served(make, attention="reference")
+    found = serve(it.runner, it.planner, it.sample, prompts, MAX_TOKENS, chunk=11, stagger=1)
+    assert [answer.tokens for answer in found] == answers
+
+
+def each_layer_alone(geometry: Geometry) -> Geometry:
+    return geometry.fitted(1)
+
+
+def with_an_idle_slot(geometry: Geometry) -> Geometry:
+    """The last slot of every sliding block is used by no layer."""
+    full, sliding = geometry.groups
+    assert full.kind == FULL_ATTENTION
+    num_slots = sliding.num_slots + 1
+    return replace(
+        geometry,
+        groups=(
+            replace(full, blocks_per_chunk=num_slots),
+            replace(sliding, blocks_per_chunk=full.num_slots, num_unused_slots=1),
+        ),
+    )
+
+
+@pytest.mark.parametrize("expected", [gemma3, cohere2], indirect=True)
+@pytest.mark.parametrize("change", [each_layer_alone, with_an_idle_slot])
+def test_other_groups_give_the_same_tokens(expected, saved, prompts, change):
+    """How layers are split into groups is a matter of memory alone: each layer must find its
+    group's table and its place in the block."""
+    make, answers = expected
+    loaded = load(saved(make)[0])
+    loaded = replace(loaded, geometry=change(loaded.geometry))
+    sample = GreedySample()
+    runner = Runner(loaded, configure(), 6 * NUM_CHUNKS, sample)
+    planner = Planner(loaded.geometry, 6 * NUM_CHUNKS)
+    found = serve(runner, planner, sample, prompts, MAX_TOKENS, chunk=13, stagger=2)
+    assert [answer.tokens for answer in found] == answers
+
+
+@pytest.mark.parametrize("expected", [qwen3, gemma3], indirect=True)
 def test_sampled_tokens_stay_on_the_device(expected, served, prompts):
     """Run-ahead plans a token before it is known: the runner must fill in its row's last one."""
     make, answers = expected
@@ -87,7 +131,7 @@ def test_float64_reference_equals_transformers_in_float64(saved, served, prompts
     )
     sample = GreedySample()
     runner = Runner(wide, configure(attention="reference"), NUM_CHUNKS, sample)
-    planner = Planner(PAGE_SIZE, NUM_CHUNKS)
+    planner = Planner(wide.geometry, NUM_CHUNKS)
     answer = serve(runner, planner, sample, [prompts[4]], [1], chunk=17)[0]
     wide.model.set_attn_implementation("eager")
     with torch.inference_mode():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -135,11 +136,54 @@ def test_a_plan_of_copies_alone_runs_no_forward(served):
     assert torch.equal(blocks[8], blocks[5])
 
 
+def test_siblings_are_sampled_from_one_row_of_logits(served):
+    """A fork's siblings have computed nothing: they sample from their parent's logits, and go on
+    from the token that they drew, which only the device may know yet."""
+    it = served(llama)
+    parent = Request([5, 6, 7, 8, 9, 10], 2, row=1)
+    drawn = [[40, 41, 42]]
+    it.runner._sample = lambda logits, *_: (
+        it.sample(logits),
+        torch.tensor(drawn.pop()) if drawn else logits.argmax(dim=-1),
+    )[1]
+    rows = [1, 900, 3]  # beyond the tables' first size, and in no order
+    plan = it.planner.plan([(parent, 6)], sample_logits=[0, 0, 0], sample_rows=rows)
+    result = it.runner.step(
+        replace(
+            plan,
+            init_rows=np.array(rows, np.int32),
+            init_prompt_lens=np.full(3, 6, np.int32),
+            init_history_start=np.zeros(4, np.int32),
+        )
+    )
+    assert result.token_ids.tolist() == [40, 41, 42]
+    assert result.is_finite.tolist() == [1]
+    first = it.sample.logits[-1]
+    assert torch.equal(first[0], first[1])
+    assert torch.equal(first[0], first[2])
+
+    tables = [[*parent.table[:1], it.planner.free.pop()] for _ in rows]
+    copies = [[0, parent.table[1], table[1]] for table in tables]
+    step = {
+        "rows": rows,
+        "query_start_loc": [0, 1, 2, 3],
+        "seq_lens": [7, 7, 7],
+        "table_start": [[0, 2, 4, 6]],
+        "blocks": sum(tables, []),
+        "logits_indices": [0, 1, 2],
+        "sample_logits": [0, 1, 2],
+        "sample_rows": rows,
+    }
+    it.runner.step(plan_of(2, copy=copies, token_ids=[-1, -1, -1], **step))
+    from_device = it.sample.logits[-1]
+    it.runner.step(plan_of(3, token_ids=[40, 41, 42], **step))
+    assert torch.equal(from_device, it.sample.logits[-1])
+    assert not torch.equal(from_device[0], from_device[1])
+
+
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"swap_out": [[2, 0]]}, "swap_out"),
-        ({"swap_in": [[0, 2]]}, "swap_in"),
         ({"repetition_penalty": [1.2]}, "repetition_penalty"),
         ({"frequency_penalty": [0.5]}, "frequency_penalty"),
         ({"presence_penalty": [0.5]}, "presence_penalty"),

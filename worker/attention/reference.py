@@ -7,10 +7,15 @@ aligns top-left, which is wrong for a chunk that continues a prompt.
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 import torch.nn.functional as F
 
 from worker.attention.interface import AttentionCall, GroupTables, StepContext
+
+# Scores computed in one go, over all heads: bounds what a long chunk takes (step_memory.py).
+MOST_SCORES: Final = 2**24
 
 
 class ReferenceBackend:
@@ -45,8 +50,18 @@ class ReferenceBackend:
             first = int(group.first_positions[r])
             table = tables.blocks[table_start[r] : table_start[r + 1]]
             keys, values = gather(pages, table, seq_len - first)
-            span = slice(starts[r], starts[r + 1])
-            out[span] = attend_one(query[span], keys, values, first, seq_len, call)
+            queries = max(1, MOST_SCORES // (query.shape[1] * keys.shape[1]))
+            for begin in range(starts[r], starts[r + 1], queries):
+                end = min(begin + queries, starts[r + 1])
+                seen = seq_len - (starts[r + 1] - end)
+                out[begin:end] = attend_one(
+                    query[begin:end],
+                    keys[:, : seen - first],
+                    values[:, : seen - first],
+                    first,
+                    seen,
+                    call,
+                )
         return out
 
 

@@ -1,0 +1,89 @@
+"""Into how many cache groups the layers of a hybrid model are split, so that chunks stay small.
+
+A chunk belongs to one group at a time, and every group's blocks must tile it. With one group per
+attention type it is as large as the least common multiple of two layer counts: 260 pages for ten
+full and 52 sliding layers. Few chunks share badly: a request's last chunk of each group is mostly
+empty. More groups of fewer layers have smaller multiples; each costs a block table of its own.
+
+Owns: this choice, in numbers of layers. Pure. Does not own: which layers those are (geometry.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+LARGEST_SHARE: Final = 500  # a chunk is at most 1 / 500 of the pool ...
+LARGEST_CHUNK: Final = 16 * 2**20  # ... and of these bytes, or of one block of the whole model
+LARGEST_PADDING: Final = 0.03  # of the pool's bytes in slots that no layer uses, at worst
+MOST_GROUPS: Final = 16  # tables cost the scheduler time in every step
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Layer slots of one group of each attention type; 0 where the model has no such layers."""
+
+    full_slots: int
+    sliding_slots: int
+
+    @property
+    def slots_per_chunk(self) -> int:
+        """Pages of the smallest chunk that blocks of both types tile."""
+        return math.lcm(*(slots for slots in (self.full_slots, self.sliding_slots) if slots))
+
+
+def choose_tiling(num_full: int, num_sliding: int, page_bytes: int, pool_bytes: int) -> Tiling:
+    """The fewest groups whose chunk is small enough for a pool of pool_bytes; of those the one
+    with least padding, then with the smallest chunk. Where no split makes chunks small enough, the
+    one with the smallest chunk, then the fewest groups.
+
+    A model of one attention type has one group: its blocks tile any chunk.
+    """
+    if not num_full or not num_sliding:
+        return Tiling(num_full, num_sliding)
+    whole_model = page_bytes * (num_full + num_sliding)
+    bound = min(pool_bytes // LARGEST_SHARE, max(LARGEST_CHUNK, whole_model))
+    candidates = list(_candidates(num_full, num_sliding))
+
+    def num_groups(tiling: Tiling) -> int:
+        return -(-num_full // tiling.full_slots) - (-num_sliding // tiling.sliding_slots)
+
+    def padding(tiling: Tiling) -> float:
+        return padding_share(num_full, num_sliding, tiling)
+
+    fitting = [tiling for tiling in candidates if tiling.slots_per_chunk * page_bytes <= bound]
+    if fitting:
+        return min(fitting, key=lambda t: (num_groups(t), padding(t), t.slots_per_chunk))
+    return min(candidates, key=lambda t: (t.slots_per_chunk, num_groups(t), padding(t)))
+
+
+def padding_share(num_full: int, num_sliding: int, tiling: Tiling) -> float:
+    """The share of the pool's bytes that idle slots take, at worst.
+
+    A request's sliding groups never hold more tokens than its full ones. Between the two ends, no
+    sliding tokens at all (long requests) and as many as full ones (short requests), the share is
+    monotone, so one of the ends is the worst.
+    """
+    full = -(-num_full // tiling.full_slots) * tiling.full_slots
+    sliding = -(-num_sliding // tiling.sliding_slots) * tiling.sliding_slots
+    of_short = (full + sliding - num_full - num_sliding) / (full + sliding)
+    return max((full - num_full) / full, of_short)
+
+
+def _candidates(num_full: int, num_sliding: int) -> Iterator[Tiling]:
+    for full_slots in _slots(num_full):
+        for sliding_slots in _slots(num_sliding):
+            tiling = Tiling(full_slots, sliding_slots)
+            groups = -(-num_full // full_slots) - (-num_sliding // sliding_slots)
+            if (
+                groups <= MOST_GROUPS
+                and padding_share(num_full, num_sliding, tiling) < LARGEST_PADDING
+            ):
+                yield tiling
+
+
+def _slots(num_layers: int) -> range:
+    """Sizes of groups worth trying: with up to 3 % padding they may exceed the layers."""
+    return range(1, num_layers + math.ceil(num_layers * 2 * LARGEST_PADDING) + 1)
