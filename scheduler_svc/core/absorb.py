@@ -96,10 +96,12 @@ def _leave_behind(state: State, step: InFlight, valid: npt.NDArray[np.bool_]) ->
     """Gives back pages that left the window: every later query, planned or not, begins at the
     end of this step or behind it, and no earlier step is in flight."""
     rows = state.rows
+    # under the static policy a row that has ended computes its last token again
+    next_query = step.ends - np.int32(state.policy.holds_finished)
     for group, allocator in enumerate(state.allocators):
         if not allocator.sliding_window:
             continue
-        first = allocator.first_pages(step.ends)
+        first = allocator.first_pages(next_query)
         stale = valid & (first > rows.table_first[group, step.rows])
         for place in np.flatnonzero(stale).tolist():
             row = int(step.rows[place])

@@ -34,6 +34,7 @@ SETUPS = {
     "priority": Setup(num_blocks=24, policy="priority", max_model_len=64),
     "priority_swap": Setup(num_blocks=24, policy="priority", max_model_len=64, swap_chunks=20),
     "static": Setup(num_blocks=60, policy="static", max_model_len=64),
+    "static_hybrid": Setup(num_blocks=60, groups=HYBRID, policy="static", max_model_len=64),
 }
 # what a setup must have made happen, or it shows nothing
 MUST_SHOW = {
@@ -59,13 +60,13 @@ def test_every_request_gets_its_own_tokens(name: str, depth: int) -> None:
             50,
             vocab_size=setup.vocab_size,
             prefixes=3,
-            fork_share=0.0 if name == "static" else 0.2,
+            fork_share=0.0 if setup.policy == "static" else 0.2,
             priorities=3,
         )
         outcomes.append(run_workload(setup, requests, seed=seed, abort_share=0.2))
     for counter in MUST_SHOW.get(name, ()):
         assert sum(getattr(outcome.counters, counter) for outcome in outcomes), counter
-    if name == "static":
+    if setup.policy == "static":
         return
     assert sum(outcome.forks for outcome in outcomes)
     assert sum(outcome.tail_copies for outcome in outcomes) or setup.page_size == 1
