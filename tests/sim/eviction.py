@@ -72,7 +72,7 @@ def hit_rate(trace: list[list[int]], reclaims_newest: bool) -> float:
     simulation = Simulation(SETUP)
     state = simulation.state
     state.pool.reclaims_newest = reclaims_newest
-    simulation.worker.step = _without_model  # type: ignore[method-assign]
+    simulation.worker.step = without_model  # type: ignore[method-assign]
     waiting = deque(enumerate(trace))
     while waiting or state.requests:
         while waiting and len(state.requests) < 8:
@@ -82,7 +82,7 @@ def hit_rate(trace: list[list[int]], reclaims_newest: bool) -> float:
     return state.prefix_cache.num_hit / state.prefix_cache.num_queried
 
 
-def _without_model(plan: StepPlan) -> StepResult:
+def without_model(plan: StepPlan) -> StepResult:
     """Answers with token 0: what is generated does not matter here."""
     samples = len(plan.sample_logits)
     nothing = np.zeros(0, np.int32)

@@ -55,8 +55,10 @@ def run(steps: int, seed: int = 0, setup: Setup = SETUP, show: bool = False) -> 
             rate = simulation.outcome.steps / (time.monotonic() - started)
             print(
                 f"\r{simulation.outcome.steps:,} of {steps:,} steps, {rate:,.0f} a second",
-                end="", file=sys.stderr, flush=True,
-            )  # fmt: skip
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
     if show:
         print(file=sys.stderr)
     simulation.run()
@@ -81,7 +83,7 @@ def _wave(simulation: Simulation, rng: np.random.Generator, tally: Tally) -> Non
                 prefixes=5,
                 fork_share=0.1,
                 priorities=3,
-            )  # fmt: skip
+            )
         )
     ]
     tally.requests += WAVE

@@ -54,7 +54,7 @@ def test_every_request_gets_its_own_tokens(name: str, depth: int) -> None:
     """Wrong tables, slots, lengths or chunk edges, a lost or doubled end, a wedge, a leak."""
     setup = replace(SETUPS[name], max_plans_in_flight=depth)
     outcomes: list[Outcome] = []
-    for seed in range(3):
+    for seed in range(1 if depth == 1 else 2):
         requests = random_requests(
             np.random.default_rng(seed),
             50,
