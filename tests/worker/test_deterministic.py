@@ -7,14 +7,16 @@ import torch
 
 from tests.worker.conftest import configure, load
 from tests.worker.planner import GreedySample, Planner, serve
-from tests.worker.tiny_models import gpt2, llama, wide_llama
+from tests.worker.tiny_models import gemma3, gpt2, llama, wide_llama
 from worker.model_check import check_row_bits
 from worker.runner import Runner
 
 MAX_TOKENS = [3, 2, 3, 2, 2, 3]
 
 
-@pytest.mark.parametrize(("make", "num_threads"), [(wide_llama, 1), (wide_llama, 2), (gpt2, 1)])
+@pytest.mark.parametrize(
+    ("make", "num_threads"), [(wide_llama, 1), (wide_llama, 2), (gpt2, 1), (gemma3, 1)]
+)
 def test_logits_are_bitwise_equal_alone_batched_and_chunked(served, prompts, make, num_threads):
     """The promise itself (worker notes, section 9): every logit of six requests, alone and whole
     against staggered, chunked, mixed. One kernel that takes another path breaks it."""

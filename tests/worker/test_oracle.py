@@ -31,14 +31,27 @@ def generate(model, prompt: list[int], max_tokens: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+@pytest.fixture(scope="module")
+def generated(saved):
+    """The answers of transformers, computed once per family."""
+    known = {}
+
+    def find(make, prompts):
+        if make.__name__ not in known:
+            model = saved(make)[1]
+            answers = [generate(model, p, n) for p, n in zip(prompts, MAX_TOKENS, strict=True)]
+            # else the comparison would prove little
+            assert len({token for answer in answers for token in answer}) > 10
+            known[make.__name__] = answers
+        return known[make.__name__]
+
+    return find
+
+
 @pytest.fixture
-def expected(saved, prompts, request):
+def expected(generated, prompts, request):
     make = SERVED[request.param] if isinstance(request.param, str) else request.param
-    model = saved(make)[1]
-    answers = [generate(model, p, n) for p, n in zip(prompts, MAX_TOKENS, strict=True)]
-    # else the comparison would prove little
-    assert len({token for answer in answers for token in answer}) > 10
-    return make, answers
+    return make, generated(make, prompts)
 
 
 @pytest.mark.parametrize("expected", list(SERVED), indirect=True)

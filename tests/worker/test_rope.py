@@ -83,7 +83,8 @@ def test_frequencies_of_one_layer_type():
 
 
 def test_an_embedding_that_cannot_be_pinned_is_refused():
-    """phimoe scales by the longest position in code of its own: pinning frequencies is not enough."""
+    """phimoe scales by the longest position in code of its own; pinned frequencies alone would
+    leave its requests depending on one another."""
     rope = {
         "rope_type": "longrope",
         "rope_theta": 1e4,

@@ -169,7 +169,7 @@ def test_siblings_are_sampled_from_one_row_of_logits(served):
         "query_start_loc": [0, 1, 2, 3],
         "seq_lens": [7, 7, 7],
         "table_start": [[0, 2, 4, 6]],
-        "blocks": sum(tables, []),
+        "blocks": [block for table in tables for block in table],
         "logits_indices": [0, 1, 2],
         "sample_logits": [0, 1, 2],
         "sample_rows": rows,
