@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from client import AsyncChairlift, Chairlift
+from tests.e2e.grpcurl import grpcurl, messages
 from tests.e2e.processes import Server
 
 TESTS = Path(__file__).parent.parent
@@ -58,6 +59,19 @@ def test_64_mixed_requests_at_once_give_the_golden_tokens(server: Server) -> Non
                 row["prompt"], temperature=0, max_tokens=row["max_new"], ignore_eos=True
             )
             assert list(alone.token_ids) == golden[row["id"]]
+
+
+def test_grpcurl_streams_a_story(server: Server) -> None:
+    """The first thing that an operator types, with the model that everybody has."""
+    request = (
+        '{"text": "Once upon a time", "sampling": {"max_tokens": 16, "temperature": 0, '
+        '"ignore_eos": true}}'
+    )
+    answers = messages(grpcurl("-d", request, server.address, "chairlift.v1.Inference/Generate"))
+    chunks = [answer["chunk"] for answer in answers if "chunk" in answer]
+    assert sum(len(chunk["token_ids"]) for chunk in chunks) == 16
+    assert len("".join(chunk.get("text", "") for chunk in chunks).split()) >= 8
+    assert answers[-1]["complete"]["usage"] == {"prompt_tokens": 4, "completion_tokens": 16}
 
 
 def test_chat_speaks_english_and_ends_by_itself(server: Server) -> None:
