@@ -11,6 +11,7 @@ whom (the scheduler), how many chunks there are (memory.py), copies out of the p
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from protos.plan import Int32
@@ -29,7 +30,13 @@ class KvPool:
         self.num_chunks = num_chunks
         num_items = num_chunks * geometry.chunk_bytes // geometry.itemsize
         # zeros, never empty: 0 * NaN of left-over memory would poison masked attention weights
-        self.memory = torch.zeros(num_items, dtype=dtype, device=device)
+        if device.type == "cpu":
+            # numpy's zeros are given by the system page by page, on first use: a big pool costs
+            # nothing at start, and others keep the memory until it is needed
+            zeros = torch.from_numpy(np.zeros(num_items * dtype.itemsize, np.uint8))
+            self.memory = zeros.view(dtype)
+        else:
+            self.memory = torch.zeros(num_items, dtype=dtype, device=device)
         # per group [num_blocks, layer slots, 2, num_kv_heads, page_size, head_dim]
         self._blocks = [
             self.memory.view(
