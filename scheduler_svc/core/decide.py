@@ -22,7 +22,7 @@ from scheduler_svc.core.allocators import Name
 from scheduler_svc.core.batch import Admission, Batch, Decision
 from scheduler_svc.core.policies import Phase
 from scheduler_svc.core.request import Request, Swapped
-from scheduler_svc.core.shortage import choose_victims, relieve
+from scheduler_svc.core.shortage import by_kind, choose_victims, relieve
 from scheduler_svc.core.state import State
 from scheduler_svc.core.static_batches import fill_static_batch
 
@@ -60,29 +60,6 @@ def candidates(state: State, without: set[int]) -> Int32:
     if without:
         chosen = chosen[[row not in without for row in chosen.tolist()]]
     return chosen
-
-
-def by_kind(state: State, victims: list[Request]) -> tuple[list[Request], list[Request]]:
-    """Splits victims into those to soft-reset and those that the swap pool has room for."""
-    soft_resets, offloads = [], []
-    free = [allocator.num_free for allocator in state.swap_allocators]
-    chunks = state.swap_pool.num_free
-    for request in victims:
-        needs = [len(state.rows.blocks_of(group, request.row)) for group in range(len(free))]
-        added = [
-            allocator.chunks_for(need, free[group])
-            for group, (allocator, need) in enumerate(
-                zip(state.swap_allocators, needs, strict=True)
-            )
-        ]
-        if sum(added) > chunks or request.siblings or not any(needs):
-            soft_resets.append(request)
-            continue
-        offloads.append(request)
-        chunks -= sum(added)
-        for group, allocator in enumerate(state.swap_allocators):
-            free[group] += added[group] * allocator.blocks_per_chunk - needs[group]
-    return soft_resets, offloads
 
 
 def _add_prefilling(state: State, batch: Batch, rows: Int32, has_margin: bool) -> None:

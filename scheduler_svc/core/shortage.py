@@ -12,7 +12,7 @@ waits while rows or blocks are over 90 % in use; and fewer than 10 % of the bloc
 the least urgent running request is less urgent than another.
 
 A victim keeps its tokens and waits in its old place; its KV goes to the swap pool if that has
-room (decide.by_kind), else it is computed again.
+room (`by_kind`), else it is computed again.
 """
 
 from __future__ import annotations
@@ -69,6 +69,29 @@ def relieve(state: State, batch: Batch, victims: list[Request]) -> list[Request]
         assert len(active) == 1, f"wedged with {len(active)} stalled requests"
         return active
     return chosen
+
+
+def by_kind(state: State, victims: list[Request]) -> tuple[list[Request], list[Request]]:
+    """Splits victims into those to soft-reset and those that the swap pool has room for."""
+    soft_resets, offloads = [], []
+    free = [allocator.num_free for allocator in state.swap_allocators]
+    chunks = state.swap_pool.num_free
+    for request in victims:
+        needs = [len(state.rows.blocks_of(group, request.row)) for group in range(len(free))]
+        added = [
+            allocator.chunks_for(need, free[group])
+            for group, (allocator, need) in enumerate(
+                zip(state.swap_allocators, needs, strict=True)
+            )
+        ]
+        if sum(added) > chunks or request.siblings or not any(needs):
+            soft_resets.append(request)
+            continue
+        offloads.append(request)
+        chunks -= sum(added)
+        for group, allocator in enumerate(state.swap_allocators):
+            free[group] += added[group] * allocator.blocks_per_chunk - needs[group]
+    return soft_resets, offloads
 
 
 def _cover(

@@ -15,9 +15,10 @@ from protos.plan import Int32
 from scheduler_svc.core.allocators import FullAttentionAllocator
 from scheduler_svc.core.cache_pool import CachePool
 from scheduler_svc.core.check import check
-from scheduler_svc.core.decide import by_kind, decide
+from scheduler_svc.core.decide import decide
 from scheduler_svc.core.request import NO_ROW, NewRequest, Request, RequestState, Sampling
 from scheduler_svc.core.room import Room
+from scheduler_svc.core.shortage import by_kind
 from tests.sim.workload import Setup, Simulation, verify
 
 
