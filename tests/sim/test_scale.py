@@ -26,10 +26,10 @@ def run(count: int) -> None:
     )
     outcome = run_workload(CROWDED, requests, seed=1, arrivals_per_turn=4.0, abort_share=0.05)
     print(
-        f"\n{count} requests in {outcome.steps} steps, {outcome.soft_resets} soft resets, "
+        f"\n{count} requests in {outcome.steps} steps, {outcome.counters.soft_resets} soft resets, "
         f"{outcome.mixed_steps} mixed steps, at most {outcome.most_running} at once"
     )
-    assert outcome.soft_resets > count / 1000, "the pool was never short: this shows nothing"
+    assert outcome.counters.soft_resets > count / 1000, "the pool was never short: this shows nothing"
     assert outcome.mixed_steps > count / 100
     assert not outcome.refused
 
