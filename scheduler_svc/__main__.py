@@ -8,6 +8,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from scheduler_svc.config import Config, ConfigError, prepare_worker_address
 from scheduler_svc.config_sources import load_config
@@ -57,13 +58,37 @@ def make_engine(
             allow_block_sharing=config.allow_block_sharing,
         ),
         config.to_configure(),
-        WorkerLink(config.worker_address, boot_id=secrets.randbits(63) | 1),
+        WorkerLink(config.worker_address, secrets.randbits(63) | 1, *curve_keys(config)),
         deliver,
         on_status,
         policy=policy,
         max_queue_size=config.max_queue_size,
         heartbeat_timeout=config.heartbeat_timeout,
     )
+
+
+def curve_keys(config: Config) -> tuple[Path | None, Path | None]:
+    """This process's secret key file and the folder with its workers' public keys, from the
+    environment. A tcp:// address needs them: whoever reaches the port could read every prompt."""
+    own = os.environ.get("CHAIRLIFT_CURVE_KEY_FILE")
+    workers = os.environ.get("CHAIRLIFT_CURVE_CLIENT_KEYS")
+    if bool(own) != bool(workers):
+        raise ConfigError(
+            "CHAIRLIFT_CURVE_CLIENT_KEYS" if own else "CHAIRLIFT_CURVE_KEY_FILE",
+            None,
+            "environment",
+            "both a secret key file and a folder of workers' public keys, or neither",
+        )
+    if own and workers:
+        return Path(own), Path(workers)
+    if config.worker_address.startswith("tcp://"):
+        raise ConfigError(
+            "worker_address",
+            config.worker_address,
+            "",
+            "ipc://PATH; or tcp:// with CHAIRLIFT_CURVE_KEY_FILE and CHAIRLIFT_CURVE_CLIENT_KEYS",
+        )
+    return None, None
 
 
 if __name__ == "__main__":

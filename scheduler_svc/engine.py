@@ -23,7 +23,7 @@ from typing import Final, TypeVar
 
 from protos import link_pb2
 from scheduler_svc.answers import Answers
-from scheduler_svc.core.absorb import absorb
+from scheduler_svc.core.absorb import absorb, why_not_the_result
 from scheduler_svc.core.admission import why_never_fits
 from scheduler_svc.core.check import InvariantError, check
 from scheduler_svc.core.commit import commit
@@ -88,6 +88,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._is_stopping = False
         self._last_heard = 0.0
+        self._worker_boot_id = 0
         self._is_checked = True  # since the last change
 
     # From any thread
@@ -125,8 +126,12 @@ class Engine:
         answer: Future[T] = Future()
 
         def command() -> None:
-            if answer.set_running_or_notify_cancel():
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
                 answer.set_result(function())
+            except Exception as error:  # the asker's, not the engine's
+                answer.set_exception(error)
 
         self._inbox.put(command)
         return answer
@@ -190,9 +195,14 @@ class Engine:
         if new.n > 1 and self._state.policy.holds_finished:
             raise RequestRejected("sampling.n", new.n, "1, when scheduler_type is static")
         if self.status.is_ready:
-            reason = why_never_fits(self._state.geometry, len(new.prompt_token_ids), new.max_tokens)
+            reason = self._why_never_fits(len(new.prompt_token_ids), new.max_tokens)
             if reason is not None:
                 raise RequestRejected("max_tokens", new.max_tokens, f"fewer: {reason}")
+
+    def _why_never_fits(self, prompt_tokens: int, max_tokens: int) -> str | None:
+        state = self._state
+        is_reserved = state.policy.holds_finished
+        return why_never_fits(state.geometry, prompt_tokens, max_tokens, is_reserved)
 
     def on_abort(self, request_ids: Sequence[str]) -> list[str]:
         aborted = [request_id for request_id in request_ids if request_id in self._answers]
@@ -213,15 +223,20 @@ class Engine:
         kind = envelope.WhichOneof("message")
         if message.result is not None:
             if self.status.is_ready and self._state.in_flight:
+                mismatch = why_not_the_result(self._state.in_flight[0], message.result)
+                if mismatch is not None:
+                    self._lose_worker(f"it answers wrongly: {mismatch}")
+                    return
                 absorbed = absorb(self._state, message.result)
                 self._answers.add_tokens(absorbed.tokens)
                 for request in absorbed.not_finite:
                     self._fail(request.request_id, "its hidden states are not finite numbers")
         elif kind == "hello":
             hello = envelope.hello
+            self._worker_boot_id = envelope.worker_boot_id
             logger.info("worker on %s (pid %d, %s) connects", hello.host, hello.pid, hello.version)
             if self.status.is_ready:
-                self._lose_worker("another one connects")
+                self._forget_worker("another one connects")
             self._set_status(worker="loading", fatal_error=None)
             self._link.send(link_pb2.Envelope(configure=self._configure))
         elif kind == "ready":
@@ -232,6 +247,11 @@ class Engine:
             self._lose_worker(f"it says goodbye: {envelope.bye.reason or 'no reason given'}")
 
     def _on_ready(self, ready: link_pb2.Ready) -> None:
+        if not (ready.page_size > 0 and ready.groups and ready.max_model_len > 0) or any(
+            group.blocks_per_chunk < 1 for group in ready.groups
+        ):
+            self._lose_worker(f"its Ready makes no sense: {ready}")
+            return
         geometry = Geometry(
             page_size=ready.page_size,
             num_chunks=ready.num_chunks,
@@ -250,17 +270,18 @@ class Engine:
         for answer in self._answers:
             request = answer.request
             max_tokens = request.max_total_tokens - request.num_prompt_tokens
-            reason = why_never_fits(geometry, request.num_prompt_tokens, max_tokens)
+            reason = self._why_never_fits(request.num_prompt_tokens, max_tokens)
             if reason is not None:
                 why = f"the worker's memory is too small for it: {reason}"
                 self._fail(request.request_id, why)
+        pool_tokens = geometry.pool_tokens(self._state.policy.holds_finished)
         model = ModelFacts(
             model_path=ready.model_path,
             model_type=ready.model_type,
             architecture=ready.architecture,
             vocab_size=ready.vocab_size,
             max_model_len=ready.max_model_len,
-            pool_tokens=geometry.pool_tokens,
+            pool_tokens=pool_tokens,
             dtype=ready.dtype,
             device=ready.device,
         )
@@ -270,7 +291,7 @@ class Engine:
             ready.device,
             ready.dtype,
             ready.attention,
-            geometry.pool_tokens,
+            pool_tokens,
         )
         self._set_status(worker="ready", model=model, fatal_error=None)
 
@@ -304,13 +325,17 @@ class Engine:
         self._link.send(link_pb2.Envelope(resume=resume))
 
     def _lose_worker(self, why: str) -> None:
+        self._forget_worker(why)
+        self._link.drop(self._worker_boot_id)
+        self._set_status(worker="connecting")
+
+    def _forget_worker(self, why: str) -> None:
+        """Its requests wait for the next one, which may have the session already."""
         logger.warning(
             "worker lost: %s; %d requests wait for the next one", why, len(self._answers)
         )
         self._make_text()
         self._state.lose_worker()
-        self._link.drop()
-        self._set_status(worker="connecting")
 
     def _plan(self) -> None:
         if not self.status.is_ready:

@@ -88,14 +88,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
         self, request: pb.DetokenizeRequest, context: Context
     ) -> pb.DetokenizeResponse:
         model = self._served.model
-        for index, token_id in enumerate(request.token_ids):
-            if not 0 <= token_id < model.facts.vocab_size:
-                raise RequestRejected(
-                    f"token_ids[{index}]", token_id, f"0 to {model.facts.vocab_size - 1}"
-                )
         skip_special = request.skip_special_tokens or not request.HasField("skip_special_tokens")
-        text = await asyncio.to_thread(model.tokenizer.decode, request.token_ids, skip_special)
-        return pb.DetokenizeResponse(text=text)
+
+        def decode() -> str:
+            for index, token_id in enumerate(request.token_ids):
+                if not 0 <= token_id < model.facts.vocab_size:
+                    raise RequestRejected(
+                        f"token_ids[{index}]", token_id, f"0 to {model.facts.vocab_size - 1}"
+                    )
+            return model.tokenizer.decode(request.token_ids, skip_special)
+
+        return pb.DetokenizeResponse(text=await asyncio.to_thread(decode))
 
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: Context

@@ -9,7 +9,6 @@ The newest Hello wins: whoever says it becomes *the* worker, and the one before 
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import queue
@@ -41,11 +40,18 @@ PROTOCOL: Final = 1
 HEARTBEAT_SECONDS: Final = 0.5
 
 
-class _Order(enum.Enum):
-    """What the I/O thread can be told beside frames to send."""
+@dataclass(frozen=True, slots=True)
+class _Drop:
+    """End this session, unless another one has begun."""
 
-    DROP = enum.auto()
-    STOP = enum.auto()
+    worker_boot_id: int
+
+
+class _Stop:
+    """End the I/O thread."""
+
+
+_Order = list[bytes] | _Drop | _Stop  # frames to send, or one of the two
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +71,8 @@ class Link(Protocol):
         """To the current worker; nothing happens if there is none."""
         ...
 
-    def drop(self) -> None:
-        """Ends the session: the worker hears nothing more, and says Hello again if it lives."""
+    def drop(self, worker_boot_id: int) -> None:
+        """Ends this worker's session: it hears nothing more, and says Hello again if it lives."""
         ...
 
     def stop(self) -> None: ...
@@ -91,7 +97,7 @@ class WorkerLink:
         self.boot_id = boot_id
         self._server_key = server_key
         self._client_keys = client_keys
-        self._outbox: queue.SimpleQueue[list[bytes] | _Order] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         self._wake_receiver, self._wake_sender = os.pipe()
         self._thread: threading.Thread | None = None
         self._worker: tuple[bytes, int] | None = None  # identity and boot_id of the session
@@ -100,16 +106,22 @@ class WorkerLink:
         """Binds and starts the I/O thread. Raises OSError when the address cannot be bound."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         router = context.socket(zmq.ROUTER)
+        authenticator = self._authenticator(context)  # before anybody can connect
         self._secure(router)
         try:
             router.bind(self.address)
         except zmq.ZMQError as error:
+            if authenticator is not None:
+                authenticator.stop()
             context.destroy()
             raise OSError(f"worker_address {self.address} cannot be bound: {error}") from error
         if self.address.startswith("ipc://"):
             os.chmod(self.address.removeprefix("ipc://"), stat.S_IRUSR | stat.S_IWUSR)
         self._thread = threading.Thread(
-            target=self._run, args=(context, router, on_message), name="worker-link", daemon=True
+            target=self._run,
+            args=(context, router, authenticator, on_message),
+            name="worker-link",
+            daemon=True,
         )
         self._thread.start()
 
@@ -126,22 +138,22 @@ class WorkerLink:
         frames[0] = message.SerializeToString()
         self._hand_over(frames)
 
-    def drop(self) -> None:
-        self._hand_over(_Order.DROP)
+    def drop(self, worker_boot_id: int) -> None:
+        self._hand_over(_Drop(worker_boot_id))
 
     def stop(self) -> None:
         """Says Bye to the worker and closes the socket."""
         if self._thread is None:
             return
         self.send(link_pb2.Envelope(bye=link_pb2.Bye(reason="the scheduler stops")))
-        self._hand_over(_Order.STOP)
+        self._hand_over(_Stop())
         self._thread.join()
         self._thread = None
         os.close(self._wake_sender)
         os.close(self._wake_receiver)
 
-    def _hand_over(self, frames: list[bytes] | _Order) -> None:
-        self._outbox.put(frames)
+    def _hand_over(self, order: _Order) -> None:
+        self._outbox.put(order)
         os.write(self._wake_sender, b".")
 
     def _secure(self, router: zmq.Socket[bytes]) -> None:
@@ -155,9 +167,9 @@ class WorkerLink:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         router: zmq.Socket[bytes],
+        authenticator: ThreadAuthenticator | None,
         on_message: Callable[[WorkerMessage], None],
     ) -> None:
-        authenticator = self._authenticator(context)
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
         poller.register(self._wake_receiver, zmq.POLLIN)
@@ -188,13 +200,14 @@ class WorkerLink:
     def _send_all(self, router: zmq.Socket[bytes]) -> bool:
         """Sends what others handed over; False once the thread is to end."""
         while not self._outbox.empty():
-            frames = self._outbox.get()
-            if frames is _Order.STOP:
+            order = self._outbox.get()
+            if isinstance(order, _Stop):
                 return False
-            if frames is _Order.DROP:
-                self._worker = None
+            if isinstance(order, _Drop):
+                if self._worker is not None and self._worker[1] == order.worker_boot_id:
+                    self._worker = None
             else:
-                self._to_worker(router, frames)
+                self._to_worker(router, order)
         return True
 
     def _authenticator(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator | None:

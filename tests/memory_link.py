@@ -37,7 +37,7 @@ class MemoryLink:
         else:
             self.plans.append(plan)
 
-    def drop(self) -> None:
+    def drop(self, worker_boot_id: int) -> None:
         self.is_dropped = True
 
     def stop(self) -> None:
@@ -49,7 +49,7 @@ class MemoryLink:
         self.on_message(WorkerMessage(link_pb2.Envelope(**message)))  # type: ignore[arg-type]
 
     def hello(self) -> None:
-        """A fresh worker process: new memory, no plans."""
+        """A fresh worker process: new memory, no plans. The session is its own from now on."""
         self.is_dropped = False
         self.plans.clear()
         self.worker = ShadowWorker(self.geometry, self.num_rows, self.vocab_size)

@@ -129,6 +129,8 @@ class ShadowWorker:
     def _move(self, plan: StepPlan) -> None:
         """Swap and copy pairs, in the plan's order."""
         pages = [kv.reshape(-1, self.page_size) for kv in self.kv]
+        targets = [(group, swap_block) for group, _, swap_block in plan.swap_out.tolist()]
+        assert len(set(targets)) == len(targets), "one swap block is written twice"
         for group, block, swap_block in plan.swap_out.tolist():
             self.swap[group][swap_block] = pages[group][block]
         for group, swap_block, block in plan.swap_in.tolist():

@@ -20,15 +20,21 @@ class Absorbed:
     not_finite: list[Request] = field(default_factory=list)  # to fail, by name
 
 
+def why_not_the_result(step: InFlight, result: StepResult) -> str | None:
+    """What contradicts the plan in a result that a worker sent for it; None if nothing does."""
+    if result.step_id != step.step_id:
+        return f"the result of step {result.step_id} came where {step.step_id} was due"
+    if len(result.token_ids) != len(step.sampled):
+        return f"{len(result.token_ids)} tokens for {len(step.sampled)} samples"
+    if len(result.is_finite) != len(step.rows):
+        return f"{len(result.is_finite)} verdicts on {len(step.rows)} rows"
+    return None
+
+
 def absorb(state: State, result: StepResult) -> Absorbed:
     """The result of the oldest plan in flight; results come in the order of the plans."""
     step = state.in_flight.popleft()
-    assert result.step_id == step.step_id, (
-        f"the result of step {result.step_id} came where {step.step_id} was due"
-    )
-    assert len(result.token_ids) == len(step.sampled), (
-        f"step {step.step_id}: {len(result.token_ids)} tokens for {len(step.sampled)} samples"
-    )
+    assert why_not_the_result(step, result) is None, why_not_the_result(step, result)
     state.free_swap(step.freed_swap)
     rows = state.rows
     is_tenant = rows.generation[step.named] == step.generation  # not preempted meanwhile
@@ -37,8 +43,10 @@ def absorb(state: State, result: StepResult) -> Absorbed:
         step.requests[place].num_in_flight -= 1
 
     is_finite = result.is_finite.astype(np.bool_)
-    _publish(state, step, is_tenant[: len(step.rows)] & is_finite)
-    _leave_behind(state, step, is_tenant[: len(step.rows)])
+    computed_here = is_tenant[: len(step.rows)]
+    rows.is_tainted[step.rows[computed_here & ~is_finite]] = True  # what follows builds on it
+    _publish(state, step, computed_here & ~rows.is_tainted[step.rows])
+    _leave_behind(state, step, computed_here)
 
     # the arrays first, for all rows at once; then the requests, one by one
     kept = is_tenant[step.sampled_for]

@@ -70,6 +70,7 @@ class Batch:
         self.room = Room(state.allocators)
         self.admissions: list[Admission] = []
         self.stalled: list[int] = []  # rows that found no memory
+        self.is_over_budget = False  # a running row found no place in the cache budget
         self._parts: list[_Part] = []
 
     @property
@@ -110,6 +111,7 @@ class Batch:
             counts = np.array([count], np.int32)
             needed, pages = blocks_needed(self._state, rows, counts)
             if not self.is_empty and pages[0] > self.pages_left:
+                self.is_over_budget = True
                 return
             if self.room.fits((needed + tails)[:, 0].tolist()):
                 self._add(_Part(rows, counts, needed, tails), int(pages[0]))

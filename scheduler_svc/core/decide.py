@@ -42,7 +42,7 @@ def decide(state: State) -> Decision:
             batch.add_decoding(spared[state.rows.is_decoding[spared]])
         elif phase is Phase.PREFILLING:
             _add_prefilling(state, batch, spared[~state.rows.is_decoding[spared]], has_margin)
-        elif not batch.stalled:  # what memory there is belongs to those that run
+        elif not batch.stalled and not batch.is_over_budget:  # first those that run
             _add_pending(state, batch, has_margin)
     victims += relieve(state, batch, victims)
     return batch.decision(*by_kind(state, victims))
@@ -55,8 +55,7 @@ def candidates(state: State, without: set[int]) -> Int32:
     if state.policy.by_priority:
         urgency = [state.policy.urgency(request) for request in rows.running.values()]
         order = order[np.argsort(urgency, kind="stable")]
-    goes_on = rows.known[order] + rows.outstanding[order] < rows.limit[order]
-    chosen: Int32 = order[goes_on & ~rows.is_finished[order] & ~rows.awaits_fork[order]]
+    chosen: Int32 = order[rows.goes_on(order) & ~rows.awaits_fork[order]]
     if without:
         chosen = chosen[[row not in without for row in chosen.tolist()]]
     return chosen
@@ -104,6 +103,8 @@ def _admission(
     if not state.limits.allow_block_sharing or not request.may_match:
         nothing = np.zeros(0, np.int32)
         return Admission(request, rows, 0, (0,) * groups, (nothing,) * groups)
+    if request.awaited is not None and state.prefix_cache.is_awaited(request.awaited):
+        return None  # as when it was looked at last
     hit = state.prefix_cache.match(request)
     if state.prefix_cache.is_promised(request, hit, promised):
         return None
@@ -116,7 +117,8 @@ def _restored(state: State, request: Request, rows: tuple[int, ...], swapped: Sw
     for allocator, first, blocks in zip(
         state.allocators, swapped.first_pages, swapped.blocks, strict=True
     ):
-        names = request.names[first : first + len(blocks)]
+        full = swapped.num_tokens // state.geometry.page_size  # a page filled in part is its own
+        names = request.names[first:full]
         found = [allocator.block_of.get(name, -1) for name in names]
         if not state.limits.allow_block_sharing:
             found = []

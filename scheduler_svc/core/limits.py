@@ -60,27 +60,27 @@ class Geometry:
     def usable_chunks(self) -> int:
         return max(0, self.num_chunks - NUM_RESERVED_CHUNKS)
 
-    def chunks_at_most(self, num_tokens: int) -> int:
-        """Chunks that a request of so many tokens holds at most, alone and one token a step."""
+    def chunks_at_most(self, num_tokens: int, is_reserved: bool = False) -> int:
+        """Chunks that a request of so many tokens holds at most, alone and one token a step;
+        with `is_reserved`, all of its pages from the start, those outside the window too."""
         chunks = 0
         for group in self.groups:
             pages = -(-num_tokens // self.page_size)
             is_ragged = 0
-            if group.sliding_window:
+            if group.sliding_window and not is_reserved:
                 pages = min(pages, -(-group.sliding_window // self.page_size) + 1)
                 is_ragged = int(group.blocks_per_chunk > 1)  # it may begin inside a chunk
             chunks += -(-pages // group.blocks_per_chunk) + is_ragged
         return chunks
 
-    @property
-    def pool_tokens(self) -> int:
+    def pool_tokens(self, is_reserved: bool = False) -> int:
         """Tokens of the longest request that the pool holds; max_model_len bounds it too."""
         if not self.groups:
             return 0
         fits, too_many = 0, self.max_model_len + 1
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
-            if self.chunks_at_most(middle) <= self.usable_chunks:
+            if self.chunks_at_most(middle, is_reserved) <= self.usable_chunks:
                 fits = middle
             else:
                 too_many = middle

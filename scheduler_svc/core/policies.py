@@ -10,12 +10,11 @@ prefill_first: what prefills goes first, so a prompt that was begun is finished 
 token budget allows, and first tokens come early. The price: running answers stutter beside long
 prompts. No margin: it fills the memory, and preempts when it was too greedy.
 
-priority: by (priority, arrival), lower first. Decodes cost one token each, so they all go first;
-then prefilling and waiting requests together, most urgent first. Over 90 % of capacity a more
-urgent waiting request preempts the least urgent running one; under 10 % free blocks the least
-urgent is swapped out. Its margin of 20 % is wider than those 10 %: what was swapped out does not
-come back at once (hysteresis). `AGING` arrivals outweigh one step of priority, which bounds how
-long anybody starves.
+priority: by (priority, arrival), lower first, among those that decode, then among those that
+prefill, then among those that wait. Over 90 % of capacity a more urgent waiting request preempts
+the least urgent running one; under 10 % free blocks the least urgent is swapped out. Its margin of
+20 % is wider than those 10 %: what was swapped out does not come back at once (hysteresis).
+`AGING` arrivals outweigh one step of priority, which bounds how long anybody starves.
 
 static: the classic baseline, as padded generation does it: a batch is admitted whole, with pages
 for prompt + max_tokens reserved; finished rows are computed on until the last of the batch has
@@ -47,7 +46,7 @@ class Policy:
     phases: tuple[Phase, ...]
     safety_margin: float  # the default
     by_priority: bool = False
-    holds_finished: bool = False  # a batch's rows leave together
+    holds_finished: bool = False  # a batch's rows leave together, with pages reserved for all
 
     def urgency(self, request: Request) -> int:
         """Lower goes first; never changes, so a queue can be kept in order. Ticket if equal."""

@@ -43,11 +43,17 @@ def block_names(request: Request, page_size: int, count: int) -> list[Name]:
     """Names of the request's first `count` full blocks; kept with the request, for they stay."""
     names = request.names
     while len(names) < count:
-        parent = names[-1] if names else b"salt:" + request.cache_salt.encode()
+        parent = names[-1] if names else _root(request.cache_salt)
         start = len(names) * page_size
         tokens = array.array("i", request.token_ids[start : start + page_size]).tobytes()
         names.append(hashlib.blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest())
     return names
+
+
+def _root(cache_salt: str) -> Name:
+    """What stands in the place of a parent for a first block: no block can have that name."""
+    salt = cache_salt.encode()
+    return hashlib.blake2b(salt, digest_size=DIGEST_BYTES, person=b"cache_salt").digest()
 
 
 class PrefixCache:
@@ -67,10 +73,13 @@ class PrefixCache:
     def match(self, request: Request) -> Hit:
         """The longest run of blocks that the request can share now."""
         usable = (len(request.token_ids) - 1) // self._page_size
-        names = block_names(request, self._page_size, usable)
         full = [a for a in self._allocators if not a.sliding_window]
         pages = 0
-        while pages < usable and all(names[pages] in a.block_of for a in full):
+        names = request.names  # made as far as they are found, no further
+        while pages < usable:
+            name = block_names(request, self._page_size, pages + 1)[pages]
+            if not all(name in a.block_of for a in full):
+                break
             pages += 1
         sliding = [a for a in self._allocators if a.sliding_window]
         while pages and not all(
@@ -96,7 +105,14 @@ class PrefixCache:
         if page >= (len(request.token_ids) - 1) // self._page_size:
             return False
         name = block_names(request, self._page_size, page + 1)[page]
-        return name in self._promised or name in also
+        if name in self._promised:
+            request.awaited = name  # so that it is not looked for again until that is kept
+            return True
+        return name in also
+
+    def is_awaited(self, name: Name) -> bool:
+        """Whether the block with this name is still promised, and not there yet."""
+        return name in self._promised
 
     def to_promise(self, request: Request, first_page: int) -> list[Name]:
         """Names of the blocks that the request fills when it is admitted with first_page blocks:

@@ -86,6 +86,7 @@ class Request:
     was_admitted: bool = False
     may_match: bool = True  # the prefix cache
     names: list[bytes] = field(default_factory=list)  # of its full blocks, as far as asked for
+    awaited: bytes | None = None  # name of the block that another is filling for it
     swapped: Swapped | None = None  # set while it is offloaded
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it, if one did

@@ -11,6 +11,7 @@ stored by plans in flight), `known` is what has *come back*.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from protos.plan import Int32
 from scheduler_svc.core.request import NO_ROW, Request
@@ -29,6 +30,7 @@ class Rows:
         self.is_decoding = np.zeros(num_rows, np.bool_)  # [N] all known tokens are scheduled
         self.is_finished = np.zeros(num_rows, np.bool_)  # [N] ended, but a plan names the row
         self.awaits_fork = np.zeros(num_rows, np.bool_)  # [N] a sibling whose prompt is not done
+        self.is_tainted = np.zeros(num_rows, np.bool_)  # [N] some of its KV is not finite
         self.num_in_flight = np.zeros(num_rows, np.int32)  # [N] plans that name the row
         self.generation = np.zeros(num_rows, np.int32)  # [N] counts the tenants that have left
         self.published = np.zeros(num_rows, np.int32)  # [N] pages named in the prefix cache
@@ -77,6 +79,7 @@ class Rows:
         self.is_decoding[row] = False
         self.is_finished[row] = False
         self.awaits_fork[row] = False
+        self.is_tainted[row] = False
         self.num_in_flight[row] = 0
         self.published[row] = 0
         self.table_first[:, row] = 0
@@ -101,6 +104,11 @@ class Rows:
         self._free.append(row)
         request.num_in_flight = int(self.num_in_flight[row])
         request.row = NO_ROW
+
+    def goes_on(self, rows: Int32) -> npt.NDArray[np.bool_]:
+        """Which rows have more to sample than what is planned already. [n]"""
+        is_live = ~self.is_finished[rows]
+        return is_live & (self.known[rows] + self.outstanding[rows] < self.limit[rows])
 
     def blocks_of(self, group: int, row: int) -> Int32:
         """The row's block table in a group. [table_len - table_first]"""

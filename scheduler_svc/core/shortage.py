@@ -2,8 +2,9 @@
 
 Running requests that stall: the fewest victims that cover the need, newest first (least urgent
 first under the priority policy); never one that the step already computes, never the last active
-one, so the oldest always gets on and nothing can wedge. What ended requests will give back when
-their plans return counts as coming: then everybody waits for it. If the last active request
+one, so the oldest always gets on and nothing can wedge. What requests give back
+that have ended, or end by length, when their plans return counts as coming: then everybody waits
+for it. If the last active request
 itself stalls, its blocks and those of the other groups block each other inside chunks: it is
 reset once, without the prefix cache, which puts its blocks side by side.
 
@@ -38,12 +39,18 @@ def choose_victims(state: State, room: Room) -> list[Request]:
     if len(active) < 2:
         return []
     victim = max(active, key=lambda r: (r.priority, -r.num_output_tokens, r.ticket))
+    urgency = state.policy.urgency
     most_urgent = min(request.priority for request in active)
     waiting = next(state.pending.in_order(), None)
     used_rows = len(state.rows.running) / state.rows.num_rows
     free = room.free_share()
     is_full = used_rows > FULL_SHARE or 1 - free > FULL_SHARE
-    is_overtaken = waiting is not None and waiting.priority < victim.priority
+    # by urgency too: one that has aged its way to the front stays there
+    is_overtaken = (
+        waiting is not None
+        and waiting.priority < victim.priority
+        and urgency(waiting) < urgency(victim)
+    )
     is_low = free < LOW_SHARE and most_urgent < victim.priority
     if not (is_full and is_overtaken) and not is_low:
         return []
@@ -62,8 +69,8 @@ def relieve(state: State, batch: Batch, victims: list[Request]) -> list[Request]
     stalled, batch.stalled = batch.stalled, []
     for row in stalled:
         if row not in reset:
-            outstanding = state.rows.known[row] + state.rows.outstanding[row]
-            batch.add_row(row, int(outstanding - state.rows.computed[row]))
+            num_tokens = state.rows.known[row] + state.rows.outstanding[row]
+            batch.add_row(row, int(num_tokens - state.rows.computed[row]))
     if batch.is_empty and not chosen and not state.in_flight and not victims:
         active = _active(state)
         assert len(active) == 1, f"wedged with {len(active)} stalled requests"
@@ -98,9 +105,11 @@ def _cover(
     state: State, room: Room, needs: dict[int, list[int]], spared: set[int], gone: int
 ) -> list[Request]:
     coming = room.copy()
-    for row, request in state.rows.running.items():
-        if request.state is RequestState.FINISHED:
-            coming.give_row(state.rows, row)
+    order = state.rows.order()
+    ending = order[~state.rows.goes_on(order)].tolist()
+    for row in ending:
+        coming.give_row(state.rows, row)
+    spared = spared.union(ending)
     active = _active(state)
     chosen: list[Request] = []
     for request in sorted(active, key=state.policy.urgency, reverse=True):

@@ -108,7 +108,7 @@ class State:
             )
             self.swap_allocators.append(FullAttentionAllocator(self.swap_pool, *shape))
         self.prefix_cache = PrefixCache(self.allocators, geometry.page_size)
-        longest = min(geometry.max_model_len, geometry.pool_tokens)
+        longest = min(geometry.max_model_len, geometry.pool_tokens())
         self.rows = Rows(
             self.limits.max_requests_per_batch,
             len(geometry.groups),
@@ -237,6 +237,11 @@ class State:
     def _drop_swapped(self, swapped: Swapped) -> None:
         """Gives swap blocks back; while plans are in flight, with the newest one's result."""
         freed = list(enumerate(swapped.blocks))
+        # copies that no plan has carried yet are not made any more
+        places = {(group, block) for group, blocks in freed for block in blocks.tolist()}
+        self.transfers.swap_out = [
+            triple for triple in self.transfers.swap_out if (triple[0], triple[2]) not in places
+        ]
         if self.in_flight:
             self.in_flight[-1].freed_swap.extend(freed)
         else:

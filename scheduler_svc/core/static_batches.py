@@ -8,6 +8,8 @@ from the other policies. Requests with siblings are refused: their blocks cannot
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 from scheduler_svc.core.batch import Admission, Batch
@@ -15,7 +17,8 @@ from scheduler_svc.core.state import State
 
 
 def fill_static_batch(state: State, batch: Batch) -> None:
-    """Adds what a static batch computes next."""
+    """Adds what a static batch computes next; the whole batch, whatever it reads."""
+    batch.pages_left = sys.maxsize
     rows = state.rows
     order = rows.order()
     if not len(order):
@@ -26,8 +29,8 @@ def fill_static_batch(state: State, batch: Batch) -> None:
         for row in prefilling.tolist():
             batch.add_row(row, int(rows.known[row] - rows.computed[row]))
         return
-    goes_on = rows.known[order] + rows.outstanding[order] < rows.limit[order]
-    if (goes_on & ~rows.is_finished[order]).any():
+    goes_on = rows.goes_on(order)
+    if goes_on.any():
         # a row that is sure to end by length with the plans in flight is computed on as well,
         # but only once its end has come back: until then its last token is not known
         batch.add_decoding(order[goes_on | rows.is_finished[order]])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
+from protos import link_pb2
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry
 from scheduler_svc.core.request import FinishReason
 from scheduler_svc.errors import (
@@ -14,6 +18,7 @@ from scheduler_svc.errors import (
     Unavailable,
 )
 from scheduler_svc.events import Failed
+from scheduler_svc.worker_link import WorkerMessage
 from tests.scheduler.engine_bench import Bench, right
 
 SMALLER = Geometry(4, 3 + 2, 64, (GroupGeometry(FULL_ATTENTION, 1, 1),), max_model_len=32)
@@ -130,6 +135,7 @@ def test_a_new_hello_replaces_the_worker_at_once() -> None:
     bench.link.answer()
     bench.turn()
     bench.connect()
+    assert not bench.link.is_dropped, "the new session was dropped with the old one"
     bench.serve()
     assert bench.tokens("a") == right([1, 2, 3], 4)
 
@@ -234,3 +240,33 @@ def test_stopping_ends_every_stream() -> None:
     bench.engine.start()
     bench.engine.stop()
     assert isinstance(bench.error("a"), Unavailable)
+
+
+def test_a_worker_that_answers_wrongly_is_lost_not_the_server() -> None:
+    """One confused worker takes every client down with it."""
+    bench = Bench()
+    bench.connect()
+    bench.submit("a", [1, 2, 3])
+    bench.turn()
+    right_result = bench.link.worker.step(bench.link.plans.popleft())
+    wrong = replace(right_result, token_ids=np.zeros(0, np.int32))
+    envelope = link_pb2.Envelope(step_result=link_pb2.StepResult(step_id=0))
+    bench.link.on_message(WorkerMessage(envelope, wrong))
+    bench.turn()
+    assert bench.engine.status.worker == "connecting"
+    bench.link.hello()
+    bench.link.say(ready=link_pb2.Ready(page_size=0))
+    bench.turn()
+    assert bench.engine.status.worker == "connecting"
+    bench.connect()
+    bench.serve()
+    assert bench.tokens("a") == right([1, 2, 3], 4)
+
+
+def test_a_question_that_raises_is_the_askers_problem() -> None:
+    """An operator's odd question kills the server."""
+    bench = Bench()
+    answer = bench.engine.ask(lambda state: 1 // 0)
+    bench.turn()
+    with pytest.raises(ZeroDivisionError):
+        answer.result(0)

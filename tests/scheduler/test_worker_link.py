@@ -157,7 +157,9 @@ def test_a_dropped_session_hears_nothing_until_it_says_hello(
     dealer.hello()
     assert next_kind(heard) == "hello"
     dealer.hear("heartbeat")  # both ways, without being asked
-    link.drop()
+    link.drop(dealer.boot_id + 1)  # of a session that has been replaced: nothing happens
+    dealer.hear("heartbeat")
+    link.drop(dealer.boot_id)
     link.send(link_pb2.Envelope(configure=link_pb2.Configure()))
     dealer.hello()
     assert next_kind(heard) == "hello"

@@ -29,7 +29,7 @@ def run(count: int) -> None:
         f"\n{count} requests in {outcome.steps} steps, {outcome.counters.soft_resets} soft resets, "
         f"{outcome.mixed_steps} mixed steps, at most {outcome.most_running} at once"
     )
-    assert outcome.counters.soft_resets > count / 1000, "the pool was never short: this shows nothing"
+    assert outcome.counters.soft_resets > count / 1000, "the pool was never short"
     assert outcome.mixed_steps > count / 100
     assert not outcome.refused
 

@@ -117,7 +117,9 @@ class Simulation:
         self.keep_trace = keep_trace
 
     def submit(self, new: NewRequest) -> Request | None:
-        if why_never_fits(self.state.geometry, len(new.prompt_token_ids), new.max_tokens):
+        is_reserved = self.state.policy.holds_finished
+        prompt_tokens = len(new.prompt_token_ids)
+        if why_never_fits(self.state.geometry, prompt_tokens, new.max_tokens, is_reserved):
             self.outcome.refused.append(new.request_id)
             return None
         family = self.state.submit(new)
