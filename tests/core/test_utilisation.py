@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from scheduler_svc.core.request import NewRequest
@@ -13,7 +14,7 @@ from tests.sim.workload import Setup, Simulation
 WORKLOAD = Path(__file__).parent.parent / "workloads" / "mixed.jsonl"
 
 
-def test_pages_are_at_least_95_percent_full() -> None:
+def test_pages_are_at_least_95_percent_full(show: Callable[[str], None]) -> None:
     """Blocks are taken before they are needed, or kept when they are not."""
     simulation = Simulation(
         Setup(num_blocks=2000, page_size=16, max_batch_tokens=2048, max_requests=64,
@@ -31,5 +32,5 @@ def test_pages_are_at_least_95_percent_full() -> None:
         could_hold += cache.tokens_stored / cache.utilisation
         assert cache.utilisation > 0.9
         simulation.absorb()
-    print(f"\n{stored / could_hold:.1%} of the held pages' places hold a token")
+    show(f"mixed workload: {stored / could_hold:.1%} of the held pages' places hold a token")
     assert stored / could_hold >= 0.95

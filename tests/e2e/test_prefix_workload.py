@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,12 +45,12 @@ def replay(tmp_path: Path, share: bool) -> tuple[float, int, list[tuple[int, ...
 @pytest.mark.slow
 @pytest.mark.smollm2
 @pytest.mark.timeout(1500)
-def test_a_burst_computes_the_prefix_once(tmp_path: Path) -> None:
+def test_a_burst_computes_the_prefix_once(tmp_path: Path, show: Callable[[str], None]) -> None:
     """Everybody pays for the system prompt again."""
     shared_seconds, hits, shared = replay(tmp_path, True)
     whole_seconds, no_hits, whole = replay(tmp_path, False)
-    print(
-        f"\n{shared_seconds:.1f} s with sharing, {whole_seconds:.1f} s without: "
+    show(
+        f"prefix workload: {shared_seconds:.1f} s with sharing, {whole_seconds:.1f} s without: "
         f"{whole_seconds / shared_seconds:.1f} times; {hits} prompt tokens found"
     )
     assert no_hits == 0

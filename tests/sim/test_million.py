@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.sim.million import run
 
 
-def check(steps: int) -> None:
+def check(steps: int, show: Callable[[str], None]) -> None:
     """What has to happen in a run for it to show anything."""
     tally = run(steps)
-    print(f"\n{tally}")
+    show(f"simulated: {tally}")
     assert tally.counters["offloads"]
     assert tally.counters["restores"]
     assert tally.counters["soft_resets"]
@@ -19,13 +21,13 @@ def check(steps: int) -> None:
     assert tally.cached_tokens
 
 
-def test_two_thousand_steps_of_everything() -> None:
+def test_two_thousand_steps_of_everything(show: Callable[[str], None]) -> None:
     """An interleaving of aborts, priorities, forks, swaps and prefix hits breaks a token."""
-    check(2_000)
+    check(2_000, show)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_twenty_thousand_steps_of_everything() -> None:
+def test_twenty_thousand_steps_of_everything(show: Callable[[str], None]) -> None:
     """The same, long enough for rare interleavings; CI runs it."""
-    check(20_000)
+    check(20_000, show)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -18,15 +20,15 @@ CROWDED = Setup(
 )
 
 
-def run(count: int) -> None:
+def run(count: int, show: Callable[[str], None]) -> None:
     """16 tokens in and out on average; the pool holds about half of what 64 rows want."""
     rng = np.random.default_rng(count)
     requests = random_requests(
         rng, count, prompt=(1, 31), output=(1, 31), vocab_size=CROWDED.vocab_size, stop_share=0.1
     )
     outcome = run_workload(CROWDED, requests, seed=1, arrivals_per_turn=4.0, abort_share=0.05)
-    print(
-        f"\n{count} requests in {outcome.steps} steps, {outcome.counters.soft_resets} soft resets, "
+    show(
+        f"{count} requests in {outcome.steps} steps, {outcome.counters.soft_resets} soft resets, "
         f"{outcome.mixed_steps} mixed steps, at most {outcome.most_running} at once"
     )
     assert outcome.counters.soft_resets > count / 1000, "the pool was never short"
@@ -34,13 +36,13 @@ def run(count: int) -> None:
     assert not outcome.refused
 
 
-def test_five_thousand_requests() -> None:
+def test_five_thousand_requests(show: Callable[[str], None]) -> None:
     """A rare interleaving of arrivals, aborts, chunks and resets that breaks one token."""
-    run(5_000)
+    run(5_000, show)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_hundred_thousand_requests() -> None:
+def test_a_hundred_thousand_requests(show: Callable[[str], None]) -> None:
     """The same at the size where one-in-a-million interleavings show."""
-    run(100_000)
+    run(100_000, show)

@@ -86,14 +86,12 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module", autouse=True)
-def table(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Prints the table behind the tests, captured or not."""
+def table(show: Callable[[str], None]) -> Iterator[None]:
+    """Shows the table when all families have been tried."""
     yield
-    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
-    with capture.global_and_fixture_disabled():
-        print("\n\nfamily".ljust(18) + "".join(column.ljust(12) for column in COLUMNS))
-        for name, cells in TABLE.items():
-            print(name.ljust(16) + "".join(cell.ljust(12) for cell in cells))
+    show("family".ljust(16) + "".join(column.ljust(12) for column in COLUMNS))
+    for name, cells in TABLE.items():
+        show(name.ljust(16) + "".join(cell.ljust(12) for cell in cells))
 
 
 def alone(family: Family) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from tests.worker.conftest import load
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_all_finish_with_the_tokens_of_an_ample_pool(name: str, tmp_path: Path) -> None:
+def test_all_finish_with_the_tokens_of_an_ample_pool(
+    name: str, tmp_path: Path, show: Callable[[str], None]
+) -> None:
     """Shortage wedges, fails or changes an answer; offload, restore and soft reset all happen."""
     tiny_models.save(tiny_models.SERVED[name](), tmp_path)
     loaded = load(tmp_path)
@@ -38,8 +41,8 @@ def test_all_finish_with_the_tokens_of_an_ample_pool(name: str, tmp_path: Path) 
     )  # fmt: skip
     served = short.serve(requests)
     assert served.tokens == right.tokens
-    print(
-        f"\n{name}: {need // 8} of {need} chunks: {served.offloads} offloads, "
+    show(
+        f"64 requests, {name}, {need // 8} of {need} chunks: {served.offloads} offloads, "
         f"{served.restores} restores, {served.soft_resets} soft resets"
     )
     assert served.offloads
