@@ -185,7 +185,7 @@ async def _answer_on_display(
             async for delta in stream:
                 display.delta(lanes[delta.index], delta.text)
         except ChairliftError as error:
-            for lane in lanes:
+            for lane in lanes if stream.started is not None else lanes[:1]:
                 display.end(lane, f"failed: {error}")
             print(f"chairlift: prompt {number + 1}: {error}", file=sys.stderr)
             return 1

@@ -59,7 +59,11 @@ class Raw:
             self._last = text[-1]
 
     def end(self, lane: str, note: str) -> None:
-        """Nothing: what reads a pipe wants the text alone."""
+        """No note: what reads a pipe wants the text alone. What follows begins a line."""
+        if self._last != "\n":
+            self._out.write("\n")
+            self._out.flush()
+            self._last = "\n"
 
 
 class TaggedLines:

@@ -100,7 +100,12 @@ _BY_STATUS = {
 }
 
 # How gRPC's own transport, not a server, words that no connection could be made.
-_NO_CONNECTION = ("failed to connect to all addresses", "DNS resolution failed")
+_NO_CONNECTION = (
+    "failed to connect to all addresses",
+    "DNS resolution failed",
+    "errors resolving",
+)
+_CONNECTION_BROKE = ("Socket closed", "Stream removed", "Connection reset", "recvmsg")
 
 
 def from_status(
@@ -115,8 +120,14 @@ def from_status(
         )
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than max" in details:
         return InvalidRequest(f"{details}; the server's max_message_bytes allows no more", status)
-    if status is grpc.StatusCode.DEADLINE_EXCEEDED and details == "Deadline Exceeded":
-        details = "the timeout passed before the answer was complete"  # on this side of the wire
+    if "Deadline Exceeded" in details:  # gRPC's words, on this side of the wire
+        status = grpc.StatusCode.DEADLINE_EXCEEDED
+        details = "the timeout passed before the answer was complete"
+    if details.startswith(_CONNECTION_BROKE):
+        details = (
+            f"the connection to {address} broke before the answer was complete; is the server "
+            f"still running? ({details})"
+        )
     kind = _BY_STATUS.get(status, ServerError)
     error = kind(details or f"the server ended the call with {status.name}", status)
     if isinstance(error, QueueFull):

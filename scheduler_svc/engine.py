@@ -286,7 +286,7 @@ class Engine:
             device=ready.device,
         )
         logger.info(
-            "worker ready: %s on %s, %s, attention %s, KV for %d tokens",
+            "worker ready: %s on %s, %s, attention %s, requests of up to %d tokens",
             ready.model_type,
             ready.device,
             ready.dtype,

@@ -204,10 +204,14 @@ class State:
         Blocks and row are free at once, also while a plan in flight names them: the worker works
         through plans in order, so whoever gets them next writes after that plan has read.
         """
-        self.release(request)
-        request.state = RequestState.PENDING
+        self._requeue(request)
         request.num_preemptions += 1
         self.counters.soft_resets += 1
+
+    def _requeue(self, request: Request) -> None:
+        """Takes rows and blocks from a running request, which waits in its old place."""
+        self.release(request)
+        request.state = RequestState.PENDING
         self.wait(request)
 
     def offload(self, request: Request) -> None:
@@ -228,11 +232,9 @@ class State:
         request.swapped = Swapped(
             int(self.rows.computed[row]), tuple(first_pages), tuple(swap_tables)
         )
-        self.release(request)
-        request.state = RequestState.PENDING
+        self._requeue(request)
         request.num_preemptions += 1
         self.counters.offloads += 1
-        self.wait(request)
 
     def _drop_swapped(self, swapped: Swapped) -> None:
         """Gives swap blocks back; while plans are in flight, with the newest one's result."""
@@ -263,7 +265,7 @@ class State:
         return num_named
 
     def lose_worker(self, geometry: Geometry = NO_MEMORY) -> None:
-        """All KV is gone: every running request is soft-reset, plans in flight are forgotten.
+        """All KV is gone: every running request waits again, plans in flight are forgotten.
 
         `geometry` is the memory of the worker that comes next. Requests keep every token that
         has come back; what was sampled but never returned is sampled again, to the same end.
@@ -278,7 +280,7 @@ class State:
             if request.state is RequestState.FINISHED:
                 self.release(request)
             else:
-                self.soft_reset(request)
+                self._requeue(request)
         for request in self.live():
             request.num_in_flight = 0
             request.swapped = None

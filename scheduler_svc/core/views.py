@@ -132,7 +132,7 @@ def get_cache(state: State) -> CacheView:
             for geometry, allocator in zip(state.geometry.groups, state.allocators, strict=True)
         ],
         tokens_stored=stored,
-        utilisation=stored / could_hold if could_hold else 1.0,
+        utilisation=stored / could_hold if could_hold else 0.0,
         prefix_queries=state.prefix_cache.num_queried,
         prefix_hits=state.prefix_cache.num_hit,
         swap_chunks_total=state.swap_pool.num_usable,

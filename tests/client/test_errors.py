@@ -1,0 +1,28 @@
+"""What gRPC's own transport says, put into words that tell what to do."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from client.errors import ChairliftError, DeadlineExceeded, Unavailable, Unreachable, from_status
+
+
+@pytest.mark.parametrize(
+    ("status", "details", "kind", "sentence"),
+    [
+        ("DEADLINE_EXCEEDED", "Deadline Exceeded", DeadlineExceeded, "the timeout passed before"),
+        ("UNAVAILABLE", "Stream removed (Deadline Exceeded)", DeadlineExceeded, "the timeout"),
+        ("UNAVAILABLE", "Stream removed (Socket closed)", Unavailable, "h:1 broke before the"),
+        ("UNAVAILABLE", "Socket closed", Unavailable, "is the server still running?"),
+        ("UNAVAILABLE", "errors resolving h:1: [x]", Unreachable, "no Chairlift answers at h:1"),
+        ("UNAVAILABLE", "draining: try later", Unavailable, "draining: try later"),
+    ],
+)
+def test_transport_errors_say_what_to_do(
+    status: str, details: str, kind: type[ChairliftError], sentence: str
+) -> None:
+    """A user reads 'Stream removed' and knows nothing."""
+    error = from_status(grpc.StatusCode[status], details, "h:1")
+    assert type(error) is kind
+    assert sentence in str(error)
