@@ -31,6 +31,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     logging.basicConfig(format=LOG_FORMAT, level=options.log_level.upper(), stream=sys.stderr)
+    logging.getLogger("torch").setLevel(logging.WARNING)  # its INFO is about its own insides
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, _stop)
     # Before torch loads OpenMP: threads that spin while they wait take the cores from the scheduler
