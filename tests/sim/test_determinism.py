@@ -17,7 +17,7 @@ SETUP = Setup(num_blocks=24, max_model_len=64, max_plans_in_flight=2)
 def digest(seed: int) -> str:
     requests = random_requests(np.random.default_rng(seed), 40)
     outcome = run_workload(SETUP, requests, seed=seed, abort_share=0.2, keep_trace=True)
-    assert outcome.soft_resets > 0
+    assert outcome.counters.soft_resets > 0
     return hashlib.sha256(b"".join(outcome.trace)).hexdigest()
 
 

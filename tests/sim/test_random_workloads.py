@@ -71,4 +71,5 @@ def test_every_request_gets_its_own_tokens(name: str, depth: int) -> None:
     assert sum(outcome.forks for outcome in outcomes)
     assert sum(outcome.tail_copies for outcome in outcomes) or setup.page_size == 1
     hits = sum(sum(outcome.cached_tokens.values()) for outcome in outcomes)
-    assert bool(hits) == setup.allow_block_sharing
+    if setup.page_size < 16:  # else prompts are too short for a block in common
+        assert bool(hits) == setup.allow_block_sharing
