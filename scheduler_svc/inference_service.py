@@ -125,7 +125,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
         return pb.GetServerInfoResponse(
             version=_version(),
             uptime_seconds=time.monotonic() - self._started,
-            is_ready=self._served.is_ready,
+            is_ready=self._served.is_ready and not self._streams.is_refusing,
             worker=status.worker,
             device=self._config.device if status.model is None else status.model.device,
             requests_running=status.num_running,

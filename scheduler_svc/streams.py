@@ -163,6 +163,11 @@ class LiveStreams:
         """Those that the engine does not know yet."""
         return [stream for stream in self._streams.values() if not stream.is_submitted]
 
+    @property
+    def is_refusing(self) -> bool:
+        """Whether new requests get the error that `refuse` was given."""
+        return self._refusal is not None
+
     def refuse(self, error: ChairliftError) -> None:
         """From now on every new request ends with this error."""
         self._refusal = error

@@ -158,6 +158,8 @@ async def test_sigterm_drains_and_exits_cleanly() -> None:
             newcomer = stub.Generate(pb.GenerateRequest(request_id="r2", text="hello"))
             code, details = await code_of(newcomer)
             assert (code, "draining" in details) == (grpc.StatusCode.UNAVAILABLE, True)
+            info = await stub.GetServerInfo(pb.GetServerInfoRequest())
+            assert not info.is_ready, "an operator is told to send more"
             await stub.Abort(pb.AbortRequest(request_ids=["r"]))
             assert (await call.read()).complete.finish_reason == "abort"
             assert await child.wait() == 0
