@@ -13,10 +13,14 @@ _ONE_ANSWER: tuple[tuple[str, type, str], ...] = (
     ("top_k", int, "sample among this many tokens; 0 = all"),
     ("min_p", float, "drop tokens below this share of the best one's probability"),
     ("max_tokens", int, "longest answer"),
-    ("min_tokens", int, "shortest answer"),
-    ("repetition_penalty", float, "above 1 discourages tokens that have been there"),
-    ("frequency_penalty", float, "the same, by how often"),
-    ("presence_penalty", float, "the same, once"),
+    ("min_tokens", int, "shortest answer (later: refused so far)"),
+    (
+        "repetition_penalty",
+        float,
+        "above 1 discourages tokens that have been there (later: refused so far)",
+    ),
+    ("frequency_penalty", float, "the same, by how often (later)"),
+    ("presence_penalty", float, "the same, once (later)"),
     ("seed", int, "same seed, same answer"),
 )
 _SAMPLING = (*_ONE_ANSWER, ("n", int, "answers per prompt, side by side"))

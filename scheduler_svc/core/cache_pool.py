@@ -24,7 +24,8 @@ class CachePool:
         self.clean = list(range(num_chunks - 1, reserved - 1, -1))
         self.cached: dict[int, Forget] = {}  # least recently freed first
         self.reclaims_newest = False  # the source document's order; see docs/prefix-cache.md
-        # clean chunks that allocators may take only to spare cached content they hold themselves
+        # clean chunks that allocators may take only to spare cached content that they hold
+        # themselves; commit.py sets it for each step, to what the step leaves free
         self.num_spare = 0
 
     @property

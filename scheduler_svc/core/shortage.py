@@ -2,11 +2,10 @@
 
 Running requests that stall: the fewest victims that cover the need, newest first (least urgent
 first under the priority policy); never one that the step already computes, never the last active
-one, so the oldest always gets on and nothing can wedge. What requests give back
-that have ended, or end by length, when their plans return counts as coming: then everybody waits
-for it. If the last active request
-itself stalls, its blocks and those of the other groups block each other inside chunks: it is
-reset once, without the prefix cache, which puts its blocks side by side.
+one, so the oldest always gets on and nothing can wedge. What requests give back that have ended,
+or end by length, when their plans return counts as coming: then everybody waits for it. If the
+last active request itself stalls, its blocks and those of the other groups block each other inside
+chunks: it is reset once, without the prefix cache, which puts its blocks side by side.
 
 Under the priority policy there are two more reasons, one victim a step: a more urgent request
 waits while rows or blocks are over 90 % in use; and fewer than 10 % of the blocks are free while

@@ -24,6 +24,8 @@ def turns_until_end(sim: Simulation, request_id: str, newcomer: NewRequest, most
 def test_a_long_prompt_ends_though_newcomers_fit_the_cache_budget_better() -> None:
     """A chunked prefill waits while small newcomers are let past it."""
     sim = Simulation(Setup(num_blocks=200, max_requests=4, max_batch_tokens=16, cache_budget=20))
+    sim.submit(NewRequest("first", [9, 9], 30))
+    sim.turn()  # somebody decodes already, so the old one never is the first of an empty batch
     sim.submit(NewRequest("old", [1] * 100, 5))
     assert turns_until_end(sim, "old", NewRequest("", [], 8), 400) < 200
 
