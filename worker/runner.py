@@ -172,8 +172,10 @@ class Runner:
                 )
                 for group in inputs.groups
             ),
+            longest_query=int(np.diff(inputs.query_start_loc).max()),
             on_host=inputs,
         )
+        self.backend.begin_step(context)
         with answering(context), _watching(self._model.base_model) as hidden:
             output = self._model(
                 input_ids=token_ids[None],

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from worker.attention import build, choose_backend
-from worker.attention.build import kernel_library
+from worker.attention import choose_backend
 from worker.attention.cpu import CpuBackend
 from worker.attention.interface import AttentionCall, GroupTables, StepContext
 from worker.attention.reference import ReferenceBackend
 from worker.geometry import FULL_ATTENTION, CacheGroup, Geometry
 from worker.inputs import GroupInputs, StepInputs
+from worker.kernels import build
+from worker.kernels.build import kernel_library
 from worker.kv_pool import KvPool
 
 CPU = torch.device("cpu")
@@ -41,6 +42,8 @@ CALLS = {
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
     query: torch.Tensor  # [T, H, D]
+    key: torch.Tensor  # [T, Hkv, D] of the query's tokens: written by the step itself
+    value: torch.Tensor
     keys: list[torch.Tensor]  # per request [L, Hkv, D]
     values: list[torch.Tensor]
     pages: torch.Tensor
@@ -82,12 +85,15 @@ def make_case(
     pool.blocks(0).fill_(math.nan)
     _, pages = pool.layer_views(1)
     order = (2 + torch.randperm(sum(num_pages), generator=generator)).tolist()
-    keys, values, tables = [], [], []
-    for (_, length), first, count in zip(shapes, first_positions, num_pages, strict=True):
+    keys, values, tables, slots = [], [], [], []
+    for (q, length), first, count in zip(shapes, first_positions, num_pages, strict=True):
         table, order = order[:count], order[count:]
         k, v = draw(length, num_kv_heads, head_dim), draw(length, num_kv_heads, head_dim)
         for position in range(first, length):
             block, place = table[(position - first) // page_size], position % page_size
+            if position >= length - q:
+                slots.append(block * page_size + place)
+                continue
             pages[block, 0, :, place] = k[position]
             pages[block, 1, :, place] = v[position]
         keys.append(k)
@@ -110,7 +116,7 @@ def make_case(
                 table_start,
                 np.array(list(itertools.chain(*tables)), np.int32),
                 np.array(first_positions, np.int32),
-                np.zeros(0, np.int64),
+                np.array(slots, np.int64),
             ),
         ),
     )
@@ -128,10 +134,14 @@ def make_case(
                 torch.from_numpy(group_inputs.slot_mapping),
             ),
         ),
+        longest_query=max(q for q, _ in shapes),
         on_host=on_host,
     )
+    queries = [q for q, _ in shapes]
     return Case(
         query=draw(int(query_start_loc[-1]), num_heads, head_dim),
+        key=torch.cat([k[len(k) - q :] for k, q in zip(keys, queries, strict=True)]),
+        value=torch.cat([v[len(v) - q :] for v, q in zip(values, queries, strict=True)]),
         keys=keys,
         values=values,
         pages=pages,
@@ -167,7 +177,16 @@ def by_hand(case: Case) -> torch.Tensor:
 
 
 def attend(backend, case: Case) -> torch.Tensor:
-    return backend.attend(case.query, case.pages, case.context, case.context.groups[0], case.call)
+    backend.begin_step(case.context)
+    return backend.attend(
+        case.query,
+        case.key,
+        case.value,
+        case.pages,
+        case.context,
+        case.context.groups[0],
+        case.call,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -224,26 +243,38 @@ def test_kernel_bits_do_not_depend_on_chunks(kernel, call):
     """A token computed in a chunk of 29 and one computed alone must agree to the last bit."""
     case = make_case([(29, 150)], 3, 64, torch.float32, **call)
     whole = attend(kernel, case)
+    slots = case.context.groups[0].slot_mapping.tolist()
     for t in range(29):
         case.context.query_start_loc[1] = 1
         case.context.seq_lens[0] = 150 - 29 + t + 1
-        alone = kernel.attend(
-            case.query[t : t + 1], case.pages, case.context, case.context.groups[0], case.call
-        )
+        case.context.groups[0].slot_mapping[0] = slots[t]
+        token = (tensor[t : t + 1] for tensor in (case.query, case.key, case.value))
+        alone = kernel.attend(*token, case.pages, case.context, case.context.groups[0], case.call)
         assert torch.equal(alone[0], whole[t])
 
 
 def test_writes_land_in_their_slots_and_nowhere_else(kernel):
     """Both backends write the same pool, from strided inputs, and leave other slots alone."""
     geometry = Geometry((CacheGroup(FULL_ATTENTION, (0, 1), 0, 1),), 2, 4, 2, 12, 4, 4)
+    query = torch.randn(4, 5, 12).transpose(0, 1)
     key = torch.randn(2, 5, 12).transpose(0, 1)  # [5, 2, 12], as models hand it over
     value = torch.randn(5, 2, 12)
-    slots = torch.tensor([9, 8, 31, 16, 12])
+    slots = np.array([9, 8, 31, 16, 12])
+    ones = np.ones(5, np.int32)
+    inputs = StepInputs(
+        5, 5, 0, ones, ones, ones, np.arange(6, dtype=np.int32), ones, ones[:0],
+        (GroupInputs(np.arange(6, dtype=np.int32), slots.astype(np.int32) // 4, 0 * ones, slots),),
+    )  # fmt: skip
+    tables = GroupTables(
+        *(torch.from_numpy(getattr(inputs.groups[0], field)) for field in GroupTables.__slots__)
+    )
+    lengths = (torch.from_numpy(inputs.query_start_loc), torch.from_numpy(inputs.seq_lens))
     pools = []
     for backend in (kernel, ReferenceBackend()):
         pool = KvPool(geometry, 8, torch.float32, CPU)
-        empty = torch.zeros(0, dtype=torch.int32)
-        backend.write(key, value, pool.layer_views(1)[1], GroupTables(empty, empty, empty, slots))
+        context = StepContext(backend, pool, *lengths, (tables,), 1, inputs)
+        pages = pool.layer_views(1)[1]
+        backend.attend(query, key, value, pages, context, tables, AttentionCall(1.0))
         pools.append(pool.blocks(0))
     assert torch.equal(pools[0], pools[1])
     assert torch.equal(pools[0][7, 1, 0, :, 3], key[2])

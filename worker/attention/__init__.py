@@ -11,10 +11,10 @@ from typing import Final
 
 import torch
 
-from worker.attention.build import KernelUnavailable, kernel_library
 from worker.attention.cpu import SUPPORTED_DTYPES, CpuBackend
 from worker.attention.interface import AttentionBackend
 from worker.attention.reference import ReferenceBackend
+from worker.kernels.build import KernelUnavailable, kernel_library
 
 _CHOICES: Final = ("auto", "reference", "cpu")
 _logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """The CPU backend: calls the C kernel through ctypes.
 
-Owns: handing tensors over as pointers, lengths and strides. Does not own: arithmetic (paged.c),
-building it (build.py), or when to use it (worker/attention/__init__.py).
+Owns: handing tensors over as pointers, lengths and strides. Does not own: arithmetic (worker/kernels/paged.c),
+building it (worker/kernels/build.py), or when to use it (worker/attention/__init__.py).
 """
 
 from __future__ import annotations
@@ -28,29 +28,20 @@ class CpuBackend:
         self._attend = library.attend
         self._attend.restype = ctypes.c_int
 
-    def write(
-        self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, tables: GroupTables
-    ) -> None:
-        key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
-        strides = (ctypes.c_int64 * 4)(*key.stride()[:2], *value.stride()[:2])
-        self._write(
-            ctypes.byref(_layer(pages)),
-            ctypes.c_void_p(key.data_ptr()),
-            ctypes.c_void_p(value.data_ptr()),
-            strides,
-            ctypes.c_void_p(tables.slot_mapping.data_ptr()),
-            ctypes.c_int64(key.shape[0]),
-            torch.get_num_threads(),
-        )
+    def begin_step(self, context: StepContext) -> None:
+        pass
 
     def attend(
         self,
         query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
         pages: torch.Tensor,
         context: StepContext,
         tables: GroupTables,
         call: AttentionCall,
     ) -> torch.Tensor:
+        self._write_kv(key, value, pages, tables)
         if query.stride(-1) != 1:
             query = query.contiguous()
         out = torch.empty(query.shape, dtype=query.dtype)
@@ -82,6 +73,21 @@ class CpuBackend:
         ):
             raise MemoryError("no memory for the attention kernel's tiles")
         return out
+
+    def _write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, tables: GroupTables
+    ) -> None:
+        key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+        strides = (ctypes.c_int64 * 4)(*key.stride()[:2], *value.stride()[:2])
+        self._write(
+            ctypes.byref(_layer(pages)),
+            ctypes.c_void_p(key.data_ptr()),
+            ctypes.c_void_p(value.data_ptr()),
+            strides,
+            ctypes.c_void_p(tables.slot_mapping.data_ptr()),
+            ctypes.c_int64(key.shape[0]),
+            torch.get_num_threads(),
+        )
 
 
 class _Layer(ctypes.Structure):  # struct kv_layer

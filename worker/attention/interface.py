@@ -48,41 +48,46 @@ class AttentionCall:
 
 
 class AttentionBackend(Protocol):
-    """Reads and writes one layer's pages [num_blocks, 2, Hkv, page_size, D].
+    """Writes and reads one layer's pages [num_blocks, 2, Hkv, page_size, D].
 
-    `context` holds the step's lengths, `tables` those of the layer's cache group.
+    `context` holds the step's lengths, `tables` those of the layer's cache group. On CUDA both
+    methods may run while a graph is captured: then nothing that varies from step to step may come
+    from the host, but for the bounds that a graph fixes (the tensors' shapes, longest_query).
     """
 
     name: str
 
-    def write(
-        self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, tables: GroupTables
-    ) -> None:
-        """Put key and value [T, Hkv, D] into their slots."""
+    def begin_step(self, context: StepContext) -> None:
+        """Once per forward, before the first layer: what all layers share is worked out here."""
         ...
 
     def attend(
         self,
         query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
         pages: torch.Tensor,
         context: StepContext,
         tables: GroupTables,
         call: AttentionCall,
     ) -> torch.Tensor:
-        """Causal attention of query [T, H, D] over what its request's table names: [T, H, D]."""
+        """Put key and value [T, Hkv, D] into their slots; then causal attention of query
+        [T, H, D] over what each request's table names: [T, H, D]."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepContext:
-    """One forward's metadata. R requests, padding included."""
+    """One forward's metadata. R requests, padding included; a padding request may have no token
+    and a sequence of none."""
 
     backend: AttentionBackend
     pool: KvPool
     query_start_loc: torch.Tensor  # int32 [R+1]
     seq_lens: torch.Tensor  # int32 [R]
     groups: tuple[GroupTables, ...]
-    on_host: StepInputs  # the same as numpy arrays, for backends that loop over requests
+    longest_query: int  # no request has more tokens in this step; fixed while a graph is captured
+    on_host: StepInputs | None  # the same as numpy arrays, for backends that loop over requests
 
     def attend_layer(
         self,
@@ -99,8 +104,8 @@ class StepContext:
             # some models apply the window through a mask only: the config decides
             call = AttentionCall(call.scaling, window, call.softcap, call.sinks)
         tables = self.groups[group]
-        self.backend.write(key[0].transpose(0, 1), value[0].transpose(0, 1), pages, tables)
-        return self.backend.attend(query[0].transpose(0, 1), pages, self, tables, call)[None]
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return self.backend.attend(query, key, value, pages, self, tables, call)[None]
 
 
 class LayerHandler(Protocol):

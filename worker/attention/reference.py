@@ -21,23 +21,22 @@ MOST_SCORES: Final = 2**24
 class ReferenceBackend:
     name = "reference"
 
-    def write(
-        self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, tables: GroupTables
-    ) -> None:
-        page_size = pages.shape[3]
-        blocks = torch.div(tables.slot_mapping, page_size, rounding_mode="floor")
-        places = tables.slot_mapping % page_size
-        pages[:, 0][blocks, :, places] = key
-        pages[:, 1][blocks, :, places] = value
+    def begin_step(self, context: StepContext) -> None:
+        if context.on_host is None:
+            raise RuntimeError("the reference attention loops over requests on the host: no graphs")
 
     def attend(
         self,
         query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
         pages: torch.Tensor,
         context: StepContext,
         tables: GroupTables,
         call: AttentionCall,
     ) -> torch.Tensor:
+        assert context.on_host is not None
+        write(key, value, pages, tables.slot_mapping)
         group = next(
             host
             for host, device in zip(context.on_host.groups, context.groups, strict=True)
@@ -47,6 +46,8 @@ class ReferenceBackend:
         starts = context.on_host.query_start_loc.tolist()
         table_start = group.table_start.tolist()
         for r, seq_len in enumerate(context.on_host.seq_lens.tolist()):
+            if starts[r] == starts[r + 1]:
+                continue
             first = int(group.first_positions[r])
             table = tables.blocks[table_start[r] : table_start[r + 1]]
             keys, values = gather(pages, table, seq_len - first)
@@ -63,6 +64,17 @@ class ReferenceBackend:
                     call,
                 )
         return out
+
+
+def write(
+    key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Put key and value [T, Hkv, D] into the slots [T]."""
+    page_size = pages.shape[3]
+    blocks = torch.div(slot_mapping, page_size, rounding_mode="floor")
+    places = slot_mapping % page_size
+    pages[:, 0][blocks, :, places] = key
+    pages[:, 1][blocks, :, places] = value
 
 
 def gather(

@@ -1,9 +1,9 @@
-"""Building the C kernel: with `cc`, on first use, into a cache folder. Standard library only.
+"""Building the C kernels: with `cc`, on first use, into a cache folder. Standard library only.
 
-The library lies under a name made of the hash of source, flags and CPU, so it is built once per
-machine. Several processes may start at once: each builds into a folder of its own and renames the
-result, so that nobody loads half a library. A cache that cannot be written is no obstacle: then
-the build is used from a temporary folder.
+All .c files of this folder become one library. It lies under a name made of the hash of source,
+flags and CPU, so it is built once per machine. Several processes may start at once: each builds
+into a folder of its own and renames the result, so that nobody loads half a library. A cache that
+cannot be written is no obstacle: then the build is used from a temporary folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-_SOURCES: Final = tuple(Path(__file__).parent / name for name in ("paged.c", "vectors.h"))
+_FOLDER: Final = Path(__file__).parent
+_SOURCES: Final = tuple(sorted(_FOLDER.glob("*.c")))
+_HEADERS: Final = tuple(sorted(_FOLDER.glob("*.h")))
 # No -ffast-math: linking with it can switch denormals off for the whole process, and it breaks
 # -inf. No -fassociative-math, and contraction off (fused operations are written out): the order of
 # operations must not depend on how a loop was compiled, see paged.c.
@@ -40,9 +42,9 @@ class KernelUnavailable(RuntimeError):
 
 
 def kernel_library(cache_folder: Path | None = None) -> ctypes.CDLL:
-    """paged.c as a library, built if the cache has none. Raises KernelUnavailable."""
+    """All kernels as one library, built if the cache has none. Raises KernelUnavailable."""
     folder = cache_folder or _default_cache_folder()
-    path = folder / f"paged-{_fingerprint()}.so"
+    path = folder / f"kernels-{_fingerprint()}.so"
     try:
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -64,14 +66,15 @@ def _private_library() -> ctypes.CDLL:
 
 
 def _build(folder: Path) -> Path:
-    """Compile paged.c into `folder`; with OpenMP if the compiler has it."""
+    """Compile the sources into `folder`; with OpenMP if the compiler has it."""
     compiler = os.environ.get("CC") or "cc"
     if shutil.which(compiler) is None:
         raise KernelUnavailable(f"there is no C compiler {compiler!r} on PATH")
-    built = folder / "paged.so"
+    built = folder / "kernels.so"
     errors = ""
     for parallel in (("-fopenmp",), ()):
-        command = [compiler, *_FLAGS, *parallel, "-o", str(built), str(_SOURCES[0]), "-lm"]
+        sources = [str(source) for source in _SOURCES]
+        command = [compiler, *_FLAGS, *parallel, "-o", str(built), *sources, "-lm"]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_SECONDS)
         except subprocess.CalledProcessError as error:
@@ -86,7 +89,7 @@ def _build(folder: Path) -> Path:
 def _fingerprint() -> str:
     """Names a build: source, flags, compiler's name, and CPU, since -march=native depends on it."""
     parts = [
-        *(source.read_bytes() for source in _SOURCES),
+        *(source.read_bytes() for source in (*_SOURCES, *_HEADERS)),
         " ".join([os.environ.get("CC") or "cc", *_FLAGS]).encode(),
         platform.machine().encode(),
         _cpu_features(),

@@ -1,0 +1,1 @@
+"""The CPU kernels in C, and their build."""
