@@ -1,7 +1,7 @@
 """The CPU backend: calls the C kernel through ctypes.
 
-Owns: handing tensors over as pointers, lengths and strides. Does not own: arithmetic (worker/kernels/paged.c),
-building it (worker/kernels/build.py), or when to use it (worker/attention/__init__.py).
+Owns: handing tensors over as pointers, lengths and strides. Does not own: arithmetic
+(kernels/paged.c), building it (kernels/build.py), or when to use it (attention/__init__.py).
 """
 
 from __future__ import annotations
