@@ -158,6 +158,13 @@ class LayoutError(ValueError):
     """Counts and buffer do not fit the layout: the other side speaks another version."""
 
 
+def empty_plan(num_groups: int) -> StepPlan:
+    """A plan, step 0, that asks for nothing."""
+    sizes = dict.fromkeys(PLAN_DIMENSIONS, 0) | {"G": num_groups}
+    arrays = {name: np.zeros(_lengths(shape, sizes), dtype) for name, dtype, shape in PLAN_LAYOUT}
+    return StepPlan(step_id=0, awaits_mask=False, **arrays)
+
+
 def encode_plan(plan: StepPlan) -> tuple[list[int], bytes]:
     """The header's counts and the buffer of `plan`."""
     return _encode(plan, PLAN_LAYOUT, PLAN_DIMENSIONS)
@@ -225,10 +232,7 @@ def _decode(
     arrays: dict[str, Any] = {}
     offset = 0
     for name, dtype, shape in layout:
-        lengths = []
-        for wanted in shape:
-            symbol, extra = _dimension(wanted)
-            lengths.append(extra + (sizes[symbol] if symbol else 0))
+        lengths = _lengths(shape, sizes)
         size = math.prod(lengths)
         if offset + 4 * size > len(buffer):
             raise LayoutError(f"the buffer of {len(buffer)} bytes ends inside {name}")
@@ -237,6 +241,12 @@ def _decode(
     if offset != len(buffer):
         raise LayoutError(f"the buffer has {len(buffer)} bytes; the counts give {offset}")
     return arrays
+
+
+def _lengths(shape: _Shape, sizes: dict[str, int]) -> list[int]:
+    """The numbers that a layout's shape stands for."""
+    parsed = (_dimension(wanted) for wanted in shape)
+    return [extra + (sizes[symbol] if symbol else 0) for symbol, extra in parsed]
 
 
 def _dimension(wanted: str | int) -> tuple[str, int]:

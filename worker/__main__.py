@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         link = Link(options.connect, hello(), keys)
         systemd.notify("READY=1")
         code = serve(link, build)
-        reason = "the model cannot be loaded"
+        reason = "the model cannot be loaded, or the device failed"
         return code
     except SystemExit:
         reason = "the worker was told to stop"
@@ -96,7 +96,7 @@ def build(configure: link_pb2.Configure, progress: Progress) -> Runner:
     from worker.load import load_model
     from worker.runner import Runner as ModelRunner
 
-    return ModelRunner(load_model(configure, progress), configure)
+    return ModelRunner(load_model(configure, progress), configure, progress=progress)
 
 
 def hello() -> link_pb2.Hello:

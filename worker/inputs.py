@@ -4,9 +4,10 @@ Owns: deriving positions and slot_mapping, appending padding, and refusing plans
 or write outside of what their tables say. Does not own: device tensors (runner.py), sampling
 parameters (they go to the sampler as they came).
 
-Padding is appended as requests of one token each: token 0 at position 0, which reads the reserved
-read block and writes into the reserved write block. Never -1: plain indexing would wrap round and
-corrupt the last block.
+Padding is appended as requests of their own, the tokens shared out evenly among them (so most have
+one token or none): token 0, for the model at position 0 whatever its place in its request, reading
+the reserved read block and writing into the reserved write block. Never -1: plain indexing would
+wrap round and corrupt the last block.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from protos.plan import Int32, StepPlan
 from worker.geometry import CacheGroup
+from worker.padding import PaddedShape
 
 Int64 = npt.NDArray[np.int64]
 
@@ -58,12 +60,11 @@ def prepare_inputs(
     groups: Sequence[CacheGroup],
     num_blocks: Sequence[int],
     page_size: int,
+    shape: PaddedShape,
     *,
     num_swap_blocks: Sequence[int] | None = None,
-    row_multiple: int = 1,
 ) -> StepInputs:
-    """What the forward of `plan` needs; its token rows and its logits rows are each padded to a
-    multiple of row_multiple. Where there are none, none are added.
+    """What the forward of `plan` needs, padded to `shape`.
 
     `num_blocks` is the pool's count per group, `num_swap_blocks` the swap pool's (none by default).
     Raises InvalidPlan.
@@ -72,29 +73,40 @@ def prepare_inputs(
     _check_moves(plan, groups, num_blocks, num_swap_blocks or [0] * len(groups))
     query_lens = np.diff(plan.query_start_loc)
     num_tokens, num_requests = len(plan.token_ids), len(plan.rows)
-    num_padding = -num_tokens % row_multiple
+    padding_lens = _padding_lens(shape, num_tokens, num_requests)
+    zeros = np.zeros(shape.num_tokens - num_tokens, np.int32)
     # position = seq_len - query_len + place within the query
     starts = plan.seq_lens - plan.query_start_loc[1:]
     positions = np.repeat(starts, query_lens) + np.arange(num_tokens, dtype=np.int32)
     # any row will do for logits that are thrown away
-    num_spare_logits = -len(plan.logits_indices) % row_multiple
-    logits_indices = _append(plan.logits_indices, [0] * num_spare_logits)
-    padding = np.arange(1, num_padding + 1, dtype=np.int32)
+    num_spare_logits = shape.num_logits - len(plan.logits_indices)
     return StepInputs(
         num_tokens=num_tokens,
         num_requests=num_requests,
         num_logits=len(plan.logits_indices),
-        token_ids=_append(plan.token_ids, 0 * padding),
-        token_rows=_append(np.repeat(plan.rows, query_lens), 0 * padding),
-        positions=_append(positions, 0 * padding),
-        query_start_loc=_append(plan.query_start_loc, num_tokens + padding),
-        seq_lens=_append(plan.seq_lens, 0 * padding + 1),
-        logits_indices=logits_indices,
+        token_ids=_append(plan.token_ids, zeros),
+        token_rows=_append(np.repeat(plan.rows, query_lens), zeros),
+        positions=_append(positions, zeros),
+        query_start_loc=_append(plan.query_start_loc, num_tokens + np.cumsum(padding_lens)),
+        seq_lens=_append(plan.seq_lens, padding_lens),
+        logits_indices=_append(plan.logits_indices, [0] * num_spare_logits),
         groups=tuple(
-            _group_inputs(plan, index, group, num_blocks[index], page_size, positions, padding)
+            _group_inputs(plan, index, group, num_blocks[index], page_size, positions, padding_lens)
             for index, group in enumerate(groups)
         ),
     )
+
+
+def _padding_lens(shape: PaddedShape, num_tokens: int, num_requests: int) -> Int32:
+    """Tokens of each padding request."""
+    tokens, requests = shape.num_tokens - num_tokens, shape.num_requests - num_requests
+    assert tokens >= 0, (shape, num_tokens)
+    assert requests >= min(tokens, 1), (shape, num_requests)
+    lengths = np.zeros(requests, np.int32)
+    if requests:
+        lengths[:] = tokens // requests
+        lengths[: tokens % requests] += 1
+    return lengths
 
 
 def _group_inputs(
@@ -104,7 +116,7 @@ def _group_inputs(
     num_blocks: int,
     page_size: int,
     positions: Int32,
-    padding: Int32,
+    padding_lens: Int32,
 ) -> GroupInputs:
     first, last = plan.table_start[index, 0], plan.table_start[index, -1]
     blocks = plan.blocks[first:last]
@@ -117,11 +129,13 @@ def _group_inputs(
     entries = np.repeat(table_start[:-1], query_lens) + places // page_size
     slot_mapping = blocks[entries].astype(np.int64) * page_size + places % page_size
     # spread over the page, so that threads writing padding seldom meet in one cache line
-    padding_slots = group.padding_write_block * page_size + padding.astype(np.int64) % page_size
+    spread = np.arange(padding_lens.sum(), dtype=np.int64) % page_size
+    padding_slots = group.padding_write_block * page_size + spread
+    pages = -(-padding_lens // page_size)
     return GroupInputs(
-        table_start=_append(table_start, len(blocks) + padding),
-        blocks=_append(blocks, [group.padding_read_block] * len(padding)),
-        first_positions=_append(first_positions, 0 * padding),
+        table_start=_append(table_start, len(blocks) + np.cumsum(pages)),
+        blocks=_append(blocks, np.full(pages.sum(), group.padding_read_block, np.int32)),
+        first_positions=_append(first_positions, 0 * padding_lens),
         slot_mapping=np.concatenate([slot_mapping, padding_slots]),
     )
 

@@ -11,6 +11,8 @@ whom (the scheduler), how many chunks there are (memory.py), copies out of the p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
@@ -37,6 +39,10 @@ class KvPool:
             self.memory = zeros.view(dtype)
         else:
             self.memory = torch.zeros(num_items, dtype=dtype, device=device)
+        # per group, numbers of a block
+        self.block_items = [
+            geometry.block_bytes(group) // geometry.itemsize for group in geometry.groups
+        ]
         # per group [num_blocks, layer slots, 2, num_kv_heads, page_size, head_dim]
         self._blocks = [
             self.memory.view(
@@ -78,8 +84,27 @@ class KvPool:
 
         The pairs are independent of each other: no destination is another pair's source.
         """
-        for index, blocks in enumerate(self._blocks):
-            pairs = copy[copy[:, 0] == index]
-            if len(pairs):
-                source, target = torch.from_numpy(pairs[:, 1:].astype("int64").T).to(blocks.device)
-                blocks[target] = blocks[source]
+        for source, target, size in merged_runs(copy, self.block_items):
+            self.memory[target : target + size] = self.memory[source : source + size]
+
+
+def merged_runs(triples: Int32, block_items: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(source, target, length) of every run that [P, 3] (group, from, to) come down to, in items.
+
+    The pairs are independent of each other, so their order is free: they are taken in the order of
+    their sources, and those that follow each other on both sides are one run.
+    """
+    if not len(triples):
+        return
+    sizes = np.asarray(block_items, np.int64)[triples[:, 0]]
+    sources, targets = triples[:, 1] * sizes, triples[:, 2] * sizes
+    order = np.argsort(sources, kind="stable")
+    sizes, sources, targets = sizes[order], sources[order], targets[order]
+    is_next = (sources[1:] == sources[:-1] + sizes[:-1]) & (
+        targets[1:] == targets[:-1] + sizes[:-1]
+    )
+    firsts = np.flatnonzero(np.concatenate([[True], ~is_next]))
+    lengths = np.add.reduceat(sizes, firsts)
+    yield from zip(
+        sources[firsts].tolist(), targets[firsts].tolist(), lengths.tolist(), strict=True
+    )

@@ -5,21 +5,21 @@ A model that cannot be loaded is the end: the scheduler is told, and the process
 session with the same Configure keeps the runner: the weights are the same, and what its KV pool
 holds is never read, for the new scheduler knows of no block in it.
 
-Owns: the order of these things. Does not own: the socket (worker/link.py), or what a step computes
-(worker/runner.py).
+Owns: the order of these things. Does not own: the socket (worker/link.py), what a step computes
+(worker/runner.py), or waiting for it (worker/completion.py).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
 from protos import link_pb2
-from protos.plan import StepPlan, StepResult
+from protos.plan import StepPlan
 from worker import systemd
+from worker.completion import Completion, DeviceFailed, Launched
 from worker.link import Link, PlanRefused, Session, SessionEnded
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _EXPECTED: Final = (ValueError, OSError, ImportError, MemoryError)
 class Runner(Protocol):
     """The loaded model with its KV pool."""
 
-    def step(self, plan: StepPlan) -> StepResult: ...
+    def launch(self, plan: StepPlan) -> Launched: ...
 
     def ready(self) -> link_pb2.Ready: ...
 
@@ -44,7 +44,10 @@ Build = Callable[[link_pb2.Configure, Progress], Runner]
 
 
 def serve(link: Link, build: Build) -> int:
-    """Session after session, until loading fails: the exit code. Raises LinkClosed."""
+    """Session after session, until loading or the device fails: the exit code.
+
+    Raises LinkClosed.
+    """
     runner: Runner | None = None
     built: link_pb2.Configure | None = None
     while True:
@@ -63,38 +66,51 @@ def serve(link: Link, build: Build) -> int:
         session.send_ready(runner.ready())
         systemd.notify(f"STATUS=serving {session.configure.model}")
         try:
-            run_serial(link, session, runner)
+            run_steps(link, session, runner)
+        except DeviceFailed:
+            return EXIT_FAILED  # a new process gets a fresh device context
         except SessionEnded:
             logger.info("session ended after step %d", session.last_finished_step)
 
 
-def run_serial(link: Link, session: Session, runner: Runner) -> None:
-    """One step at a time: plan in, result out. Raises SessionEnded."""
-    while True:
-        try:
-            received = session.receive()
-        except PlanRefused as error:
-            logger.error("%s", error)
-            _fault(session, error.step_id, str(error))
-            continue
-        plan = received.plan
-        link.set_busy("step", step_id=plan.step_id)
-        queued = time.monotonic() - received.at
-        try:
-            if plan.awaits_mask:
-                raise NotImplementedError("this worker takes no masks (constrained sampling)")
-            result = runner.step(plan)
-        except Exception as error:  # the requests of the step may fail, the worker must not
-            logger.exception("step %d failed", plan.step_id)
-            link.set_busy("idle")
-            _fault(session, plan.step_id, _describe(error))
-            continue
-        link.set_busy("idle")
-        session.send_result(dataclasses.replace(result, queue_microseconds=int(queued * 1e6)))
+def run_steps(link: Link, session: Session, runner: Runner) -> None:
+    """Plans in, results out; a step may be launched while the one before it runs.
+
+    Raises SessionEnded when all that was launched has ended, or DeviceFailed.
+    """
+    completion = Completion(link, session)
+    try:
+        while True:
+            _run_one(session, runner, completion)
+    except SessionEnded:
+        completion.finish()
+        raise
 
 
-def _fault(session: Session, step_id: int, error: str) -> None:
-    session.send_fault(step_id, error)
+def _run_one(session: Session, runner: Runner, completion: Completion) -> None:
+    try:
+        received = session.receive()
+    except PlanRefused as error:
+        logger.error("%s", error)
+        completion.fault(error.step_id, str(error))
+        _wait_for_resume(session)
+        return
+    plan = received.plan
+    completion.begin(plan.step_id)
+    queued = time.monotonic() - received.at
+    try:
+        if plan.awaits_mask:
+            raise NotImplementedError("this worker takes no masks (constrained sampling)")
+        launched = runner.launch(plan)
+    except Exception as error:  # the requests of the step may fail, the worker must not
+        logger.exception("step %d failed", plan.step_id)
+        completion.fault(plan.step_id, _describe(error))
+        _wait_for_resume(session)
+        return
+    completion.add(launched, int(queued * 1e6))
+
+
+def _wait_for_resume(session: Session) -> None:
     num_discarded = session.wait_for_resume()
     logger.info("resumed; %d plans were discarded", num_discarded)
 

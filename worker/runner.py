@@ -1,80 +1,88 @@
-"""Runs one step: pre-ops, one ragged forward, sampling, the result.
+"""Runs steps: inputs to the device, pre-ops, one ragged forward, sampling, the result.
 
-Owns: the order of a step, the last sampled token of every row, and the judgement which rows stayed
-finite. Does not own: attention and KV memory (attention/, kv_pool.py), deriving inputs
-(inputs.py), choosing tokens (sampler.py), when a step runs (loop.py).
+`launch` begins a step and returns; `Launched.wait` gives its result. On CUDA a step's copy in, its
+computation and its copy out run in three lanes, and two sets of I/O buffers let the next step be
+launched while one runs: the device need not wait for the host. A CPU takes the same path, and has
+computed when `launch` returns.
 
-All requests of a step form one flat sequence, [1, T]; what belongs to whom is told to attention
-through the StepContext alone. Token rows and logits rows are padded to multiples of four in
-deterministic mode: the CPU's matrix products share rows out to threads by fours, and give a row
-the same bits in any share of four or more, other bits in a smaller one (measured; model_check.py
-tries it on the model at hand).
+Owns: the order of a step, the I/O sets, the last sampled token of every row. Does not own:
+attention and KV memory (attention/, kv_pool.py), deriving inputs (inputs.py), the forward
+(forward.py, graphs.py), choosing tokens (sampler.py), when a step runs (loop.py).
+
+Token rows and logits rows are padded to multiples of four in deterministic mode: the CPU's matrix
+products share rows out to threads by fours, and give a row the same bits in any share of four or
+more, other bits in a smaller one (measured; model_check.py tries it on the model at hand).
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import math
+import threading
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 import torch
 
 from protos import link_pb2
-from protos.plan import Float32, Int32, StepPlan, StepResult
+from protos.plan import Int32, StepPlan, StepResult, empty_plan
 from worker.attention import choose_backend
-from worker.attention.interface import GroupTables, StepContext, answering
-from worker.inputs import StepInputs, prepare_inputs
+from worker.capture_check import why_not_capturable
+from worker.forward import Forward, Forwarded
+from worker.graphs import StaticForward
+from worker.inputs import InvalidPlan, StepInputs, prepare_inputs
+from worker.io_buffers import Capacity, InputBuffer, OutputBuffer
 from worker.kv_pool import KvPool
 from worker.load import LoadedModel
 from worker.memory import plan_memory
 from worker.model_check import check_row_bits
+from worker.padding import PaddedShape, PaddedShapes, row_shape
+from worker.pre_ops import MOST_IN_FLIGHT, PreOps
+from worker.sampler import SampleRows, sample
+from worker.streams import Mark, new_lane
 from worker.swap import SwapPool
 
-# (logits float32 [S, V], temperature, top_k, top_p, min_p, u: each [S]) -> token ids int64 [S]
-Sample = Callable[[torch.Tensor, Float32, Int32, Float32, Float32, Float32], torch.Tensor]
+Sample = Callable[[torch.Tensor, SampleRows], torch.Tensor]  # worker.sampler.sample
+Progress = Callable[[str, float], None]
 
 _logger = logging.getLogger(__name__)
 
 _DETERMINISTIC_ROWS: Final = 4  # token and logits rows come in multiples of this
-_FIRST_ROWS: Final = 64  # rows of the per-row tables at start; they grow as rows appear
-_NOTHING: Final = np.empty(0, np.int32)
 
 
 class Runner:
-    """One model with its KV pool. Not thread-safe: one step at a time, in plan order."""
+    """One model with its KV pool. One thread launches, in plan order; another may wait."""
 
     def __init__(
         self,
         loaded: LoadedModel,
         configure: link_pb2.Configure,
         num_chunks: int | None = None,
-        sample: Sample | None = None,
+        sample: Sample = sample,
         num_swap_chunks: int = 0,
+        *,
+        is_padded: bool | None = None,
+        progress: Progress = lambda _what, _share: None,
     ) -> None:
         """By default memory.py chooses the pools' sizes and groups; with `num_chunks`, the two
-        numbers are taken as given, and the groups of `loaded.geometry`. `sample` is
-        worker.sampler's by default.
+        numbers are taken as given, and the groups of `loaded.geometry`.
+
+        `is_padded` sends every step through static inputs of few shapes, as graphs need it; by
+        default that is done where graphs can be captured.
 
         Raises ValueError where the wanted attention or `deterministic` cannot be had, or where
         memory is too small.
         """
-        if sample is None:
-            from worker.sampler import sample as sample_tokens
-
-            sample = sample_tokens
         self._sample = sample
         self._loaded = loaded
-        self._model = loaded.model
         self._device = loaded.device
-        self._row_multiple = _DETERMINISTIC_ROWS if configure.deterministic else 1
         self.backend = choose_backend(
             configure.attention, loaded.device, loaded.dtype, configure.deterministic
         )
         if configure.deterministic:
             check_row_bits(loaded.model, _DETERMINISTIC_ROWS)
+        captures = _captures(loaded, configure, self.backend.name)
         self._geometry = loaded.geometry
         if num_chunks is None:
             memory = plan_memory(loaded, configure, self.backend.name)
@@ -86,33 +94,146 @@ class Runner:
         groups = range(len(self._geometry.groups))
         self._num_blocks = [self.pool.num_blocks(group) for group in groups]
         self._num_swap_blocks = [self.swap.num_blocks(group) for group in groups]
-        self._last_token = torch.zeros(_FIRST_ROWS, dtype=torch.int64, device=loaded.device)
+
+        self._inbound, self._compute, self._outbound = (new_lane(self._device) for _ in range(3))
+        self._pre_ops = PreOps(self.pool, self.swap, self._device)
+        self._last_token = torch.zeros(
+            configure.max_requests_per_batch, dtype=torch.int64, device=self._device
+        )
+        self._row_multiple = _DETERMINISTIC_ROWS if configure.deterministic else 1
+        self._shapes = PaddedShapes(
+            configure.max_batch_tokens,
+            configure.max_requests_per_batch,
+            configure.q_padding_interval_size or 8,
+            self._row_multiple,
+        )
+        capacity = self._capacity()
+        self._sets = [_IoSet(capacity, self._device) for _ in range(MOST_IN_FLIGHT)]
+        self._num_launched = 0
+        self._forward = Forward(loaded.model, self.backend, self.pool, self._last_token)
+        self._static: StaticForward | None = None
+        if captures if is_padded is None else is_padded:
+            static = InputBuffer(capacity, self._device)
+            self._static = StaticForward(
+                self._forward, static, self._shapes, self._write_padding, captures
+            )
+            with torch.inference_mode(), self._compute.use():
+                self._static.capture_decode_sizes(progress)
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Run `plan` and wait for its result.
+        """Run `plan` and wait for its result; raises what `launch` raises."""
+        return self.launch(plan).wait()
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Begin `plan`. With two steps launched, waits until the result of the older is taken.
 
         Raises ValueError (InvalidPlan included) for a plan that contradicts itself or asks for
         what does not exist yet; then the KV of no block has changed.
         """
         _refuse_later_features(plan)
+        self._check_rows(plan)
+        shape = self._shape_of(plan)
         inputs = prepare_inputs(
             plan,
             self._geometry.groups,
             self._num_blocks,
             self._geometry.page_size,
+            shape,
             num_swap_blocks=self._num_swap_blocks,
-            row_multiple=self._row_multiple,
         )
-        begin = time.perf_counter_ns()
-        with torch.inference_mode():
-            self._pre_ops(plan)
-            if inputs.num_tokens == 0:  # a plan of pre-ops alone
-                return _result(plan, _NOTHING, _NOTHING, _microseconds_since(begin))
-            logits, finite_tokens = self._forward(inputs)
-            token_ids = self._sample_rows(plan, logits)
-            is_finite = _finite_rows(plan, inputs, logits, finite_tokens)
-        # both results are on the host by now, so the device has finished
-        return _result(plan, token_ids, is_finite, _microseconds_since(begin))
+        io = self._sets[self._num_launched % len(self._sets)]
+        io.take()
+        try:
+            io.inputs.write(plan, inputs, self._loaded.vocab_size)
+            with torch.inference_mode():
+                launched = self._run(plan, inputs, shape, io)
+        except BaseException:
+            io.give_back()
+            raise
+        self._num_launched += 1
+        return launched
+
+    def _run(self, plan: StepPlan, inputs: StepInputs, shape: PaddedShape, io: _IoSet) -> Launched:
+        with self._inbound.use():
+            io.inputs.to_device()
+        self._compute.after(self._inbound.mark())
+        begin = self._compute.mark()
+        swapped_out = self._pre_ops.run(plan, inputs, self._compute)
+        with self._compute.use():
+            self._last_token.index_fill_(0, io.inputs.init_rows(), 0)
+            io.outputs.clear()
+            if inputs.num_tokens:  # else a plan of pre-ops alone
+                forwarded = self._forward_of(io, inputs, shape)
+                tokens = self._sample_rows(io.inputs.samples(), forwarded.logits)
+                io.outputs.write(
+                    tokens,
+                    forwarded.is_token_finite[: inputs.num_tokens],
+                    forwarded.is_logits_finite[: inputs.num_logits],
+                )
+        end = self._compute.mark()
+        self._outbound.after(end)
+        if swapped_out is not None:
+            self._outbound.after(swapped_out)
+        with self._outbound.use():
+            io.outputs.to_host()
+        return Launched(plan, inputs, io, begin, end, self._outbound.mark())
+
+    def _forward_of(self, io: _IoSet, inputs: StepInputs, shape: PaddedShape) -> Forwarded:
+        if self._static is not None and shape.is_static:
+            return self._static(io.inputs, inputs, shape)
+        return self._forward(io.inputs.read(shape), shape.longest_query, inputs)
+
+    def _sample_rows(self, samples: SampleRows, logits: torch.Tensor) -> torch.Tensor:
+        """Tokens [S]; each row's is remembered for plans that do not know it yet."""
+        if not len(samples.rows):
+            return samples.rows
+        tokens = self._sample(logits[samples.logits].float(), samples)
+        self._last_token[samples.rows] = tokens
+        return tokens
+
+    def _shape_of(self, plan: StepPlan) -> PaddedShape:
+        longest = int(np.diff(plan.query_start_loc).max(initial=0))
+        lengths = (len(plan.token_ids), len(plan.rows), len(plan.logits_indices), longest)
+        static = self._shapes.shape_of(*lengths) if self._static is not None else None
+        return static or row_shape(*lengths, self._row_multiple)
+
+    def _capacity(self) -> Capacity:
+        """Of the largest step: every request with as many tokens as there may be."""
+        requests = self._shapes.most_requests + self._row_multiple
+        pages = 0
+        for group in self._geometry.groups:
+            longest = self._loaded.max_model_len
+            if group.sliding_window:
+                most = group.sliding_window + MOST_IN_FLIGHT * self._shapes.max_batch_tokens
+                longest = min(longest, most)
+            pages += math.ceil(longest / self._geometry.page_size) + 1
+        return Capacity(
+            tokens=self._shapes.most_tokens,
+            requests=requests,
+            logits=self._shapes.most_logits,
+            samples=len(self._last_token),
+            blocks=requests * pages + self._shapes.most_tokens,
+            groups=len(self._geometry.groups),
+        )
+
+    def _write_padding(self, shape: PaddedShape) -> None:
+        assert self._static is not None
+        groups = self._geometry.groups
+        plan = empty_plan(len(groups))
+        page_size = self._geometry.page_size
+        inputs = prepare_inputs(plan, groups, self._num_blocks, page_size, shape)
+        self._static.static.write(plan, inputs, self._loaded.vocab_size)
+        self._static.static.to_device()
+
+    def _check_rows(self, plan: StepPlan) -> None:
+        # samples may name rows that compute nothing yet: siblings that are forked off
+        for name in ("rows", "init_rows", "sample_rows"):
+            rows = getattr(plan, name)
+            if len(rows) and not (rows.min() >= 0 and rows.max() < len(self._last_token)):
+                raise InvalidPlan(
+                    f"{name} are {rows.tolist()}; they must lie in 0..{len(self._last_token) - 1} "
+                    f"(max_requests_per_batch)"
+                )
 
     def ready(self) -> link_pb2.Ready:
         """What the scheduler must know of this model and its pool."""
@@ -138,97 +259,74 @@ class Runner:
             num_chunks=self.pool.num_chunks,
             chunk_bytes=geometry.chunk_bytes,
             num_swap_chunks=self.swap.num_chunks,
+            graph_sizes=() if self._static is None else self._static.captured_sizes,
             attention=self.backend.name,
+            overlaps_swap=self._device.type == "cuda",
         )
 
-    def _pre_ops(self, plan: StepPlan) -> None:
-        self.swap.take_out(plan.swap_out)
-        self.swap.bring_in(plan.swap_in)
-        self.pool.copy_blocks(plan.copy)
-        # samples may name rows that compute nothing yet: siblings that are forked off
-        rows = (plan.rows, plan.init_rows, plan.sample_rows)
-        highest = max(of_plan.max(initial=-1) for of_plan in rows)
-        while highest >= len(self._last_token):
-            self._last_token = torch.cat([self._last_token, torch.zeros_like(self._last_token)])
-        if len(plan.init_rows):
-            self._last_token[self._to_device(plan.init_rows.astype(np.int64))] = 0
 
-    def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """logits [L, V] of the plan's logits_indices, and which tokens are finite, bool [T]."""
-        token_ids = self._to_device(inputs.token_ids.astype(np.int64))
-        rows = self._to_device(inputs.token_rows.astype(np.int64))
-        token_ids = torch.where(token_ids < 0, self._last_token[rows], token_ids)
-        context = StepContext(
-            backend=self.backend,
-            pool=self.pool,
-            query_start_loc=self._to_device(inputs.query_start_loc),
-            seq_lens=self._to_device(inputs.seq_lens),
-            groups=tuple(
-                GroupTables(
-                    table_start=self._to_device(group.table_start),
-                    blocks=self._to_device(group.blocks),
-                    first_positions=self._to_device(group.first_positions),
-                    slot_mapping=self._to_device(group.slot_mapping),
-                )
-                for group in inputs.groups
-            ),
-            longest_query=int(np.diff(inputs.query_start_loc).max()),
-            on_host=inputs,
-        )
-        self.backend.begin_step(context)
-        with answering(context), _watching(self._model.base_model) as hidden:
-            output = self._model(
-                input_ids=token_ids[None],
-                position_ids=self._to_device(inputs.positions.astype(np.int64))[None],
-                use_cache=False,
-                logits_to_keep=self._to_device(inputs.logits_indices.astype(np.int64)),
-            )
-        finite = torch.isfinite(hidden[0][0, : inputs.num_tokens]).all(dim=-1)
-        return output.logits[0, : inputs.num_logits], finite
+class _IoSet:
+    """A step's inputs and outputs, from its launch until its result is read."""
 
-    def _sample_rows(self, plan: StepPlan, logits: torch.Tensor) -> Int32:
-        """Sample, and remember each row's token for plans that do not know it yet."""
-        if not len(plan.sample_logits):
-            return _NOTHING
-        if not np.array_equal(plan.sample_logits, np.arange(len(logits))):  # else spare the copy
-            logits = logits[self._to_device(plan.sample_logits.astype(np.int64))]
-        chosen = self._sample(
-            logits.float(), plan.temperature, plan.top_k, plan.top_p, plan.min_p, plan.u
-        )
-        self._last_token[self._to_device(plan.sample_rows.astype(np.int64))] = chosen
-        return chosen.to(torch.int32).cpu().numpy()
+    def __init__(self, capacity: Capacity, device: torch.device) -> None:
+        self.inputs = InputBuffer(capacity, device)
+        self.outputs = OutputBuffer(capacity, device)
+        self._is_free = threading.Semaphore()
 
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        if not array.flags.writeable:  # a view into the received plan; torch wants its own
-            array = array.copy()
-        return torch.from_numpy(array).to(self._device)
+    def take(self) -> None:
+        self._is_free.acquire()
+
+    def give_back(self) -> None:
+        self._is_free.release()
 
 
-@contextmanager
-def _watching(base_model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Gives a list that the last hidden states [1, T, hidden] are put into, as they pass by."""
-    seen: list[torch.Tensor] = []
-    hook = base_model.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0]))
-    try:
-        yield seen
-    finally:
-        hook.remove()
+class Launched:
+    """A step that has begun."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        inputs: StepInputs,
+        io: _IoSet,
+        begin: Mark,
+        end: Mark,
+        is_out: Mark,
+    ) -> None:
+        self.step_id = plan.step_id
+        self._plan = plan
+        self._inputs = inputs
+        self._io = io
+        self._begin, self._end, self._is_out = begin, end, is_out
+
+    def wait(self) -> StepResult:
+        """Blocks until the step is done; once, and in the order of the launches."""
+        plan = self._plan
+        self._is_out.wait()
+        microseconds = self._end.microseconds_since(self._begin)
+        token_ids, is_token_finite, is_logits_finite = self._io.outputs.read()
+        self._io.give_back()
+        is_token_finite[plan.logits_indices] &= is_logits_finite
+        is_finite = np.empty(0, np.int32)
+        if len(plan.rows):
+            starts = plan.query_start_loc[:-1]
+            is_finite = np.logical_and.reduceat(is_token_finite, starts).astype(np.int32)
+        return _result(plan, token_ids, is_finite, microseconds)
 
 
-def _finite_rows(
-    plan: StepPlan, inputs: StepInputs, logits: torch.Tensor, finite_tokens: torch.Tensor
-) -> Int32:
-    """[R] 1 where every token's last hidden state is finite, and the logits that were asked for
-    have a finite maximum (some models give -inf to unused columns, so not all must be finite)."""
-    finite = finite_tokens.cpu().numpy()
-    if inputs.num_logits:
-        finite = finite.copy()
-        finite[plan.logits_indices] &= torch.isfinite(logits.amax(dim=-1)).cpu().numpy()
-    return np.logical_and.reduceat(finite, plan.query_start_loc[:-1]).astype(np.int32)
-
-
-def _microseconds_since(begin: int) -> int:
-    return (time.perf_counter_ns() - begin) // 1000
+def _captures(loaded: LoadedModel, configure: link_pb2.Configure, attention: str) -> bool:
+    """Whether steps are captured as CUDA graphs; the log says why not."""
+    if loaded.device.type != "cuda":
+        return False
+    obstacle: str | None = None
+    if not configure.use_cuda_graph:
+        obstacle = "use_cuda_graph is false"
+    elif attention != "triton":
+        obstacle = f"attention is {attention!r}, which loops over requests on the host"
+    else:
+        obstacle = why_not_capturable(loaded.model)
+    if obstacle is not None:
+        _logger.warning("steps run without CUDA graphs: %s", obstacle)
+    return obstacle is None
 
 
 def _refuse_later_features(plan: StepPlan) -> None:

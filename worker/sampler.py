@@ -15,6 +15,7 @@ tried with its 256 largest logits, then with 4,096, and sorted whole only if tha
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch import Tensor
 
 NumpyFloat = npt.NDArray[np.float32]
 NumpyInt = npt.NDArray[np.int32]
+NumpyIndices = npt.NDArray[np.int64]
 
 CANDIDATES: Final = (256, 4096)  # tried in this order, on the CPU
 # Candidates looked at in one go: sorting takes some 50 bytes for each (step_memory.py counts them).
@@ -32,53 +34,65 @@ MOST_AT_ONCE: Final = 2**22
 MIN_TEMPERATURE: Final = 1e-5
 
 
-def sample(
-    logits: Tensor,
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleRows:
+    """S samples, on the device of the logits. The host knows how many are of each kind, so that
+    nothing here has to wait for the device."""
+
+    logits: Tensor  # int64 [S] the row of logits that each is sampled from
+    rows: Tensor  # int64 [S] whose token it is
+    greedy: Tensor  # int64 [.] these three share out 0..S-1
+    plain: Tensor  # sampled from all tokens
+    truncated: Tensor  # sampled from what top_k, top_p or min_p keep
+    temperature: Tensor  # float32 [S] 0 = greedy (the lowest id among equals)
+    top_k: Tensor  # int32 [S] 0 = off
+    top_p: Tensor  # float32 [S] 1 = off
+    min_p: Tensor  # float32 [S] 0 = off
+    u: Tensor  # float32 [S] in [0, 1)
+
+
+def split_rows(
     temperature: NumpyFloat,
     top_k: NumpyInt,
     top_p: NumpyFloat,
     min_p: NumpyFloat,
-    u: NumpyFloat,
-) -> Tensor:
-    """Token ids, int64 [S] on the device of `logits` (float32 [S, V], not changed).
-
-    The other arguments are arrays [S]: temperature 0 = greedy (the lowest id among equals),
-    top_k 0 = off, top_p 1 = off, min_p 0 = off, u in [0, 1). A row whose logits are not finite
-    gets some valid token id.
-    """
-    num_rows, vocab_size = logits.shape
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    vocab_size: int,
+) -> tuple[NumpyIndices, NumpyIndices, NumpyIndices]:
+    """Which samples are greedy, plain and truncated; the arguments are arrays [S]."""
     greedy = temperature <= 0
     truncated = ~greedy & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (min_p > 0))
+    return np.flatnonzero(greedy), np.flatnonzero(~greedy & ~truncated), np.flatnonzero(truncated)
 
-    rows = np.flatnonzero(greedy)
-    if len(rows):
-        tokens[rows] = _take(logits, rows).argmax(dim=-1)
-    rows = np.flatnonzero(~greedy & ~truncated)
-    if len(rows):
-        probs = _scaled(logits, rows, temperature).softmax(dim=-1)
-        tokens[rows] = _draw_from_all(probs, _column(u, rows, logits))
-    rows = np.flatnonzero(truncated)
-    if len(rows):
-        scaled = _scaled(logits, rows, temperature)
-        settings = [_column(array, rows, logits) for array in (top_k, top_p, min_p, u)]
-        tokens[rows] = _draw_from_kept(scaled, *settings)
+
+def sample(logits: Tensor, samples: SampleRows) -> Tensor:
+    """Token ids, int64 [S] on the device of `logits` (float32 [S, V], not changed), row by row of
+    `samples`. A row whose logits are not finite gets some valid token id. On CUDA nothing here
+    waits for the device.
+    """
+    if len(samples.greedy) == len(logits):
+        return logits.argmax(dim=-1)
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if len(samples.greedy):
+        tokens[samples.greedy] = logits[samples.greedy].argmax(dim=-1)
+    if len(samples.plain):
+        probs = _scaled(logits, samples.plain, samples.temperature).softmax(dim=-1)
+        tokens[samples.plain] = _draw_from_all(probs, _column(samples.u, samples.plain))
+    if len(samples.truncated):
+        rows = samples.truncated
+        scaled = _scaled(logits, rows, samples.temperature)
+        settings = (samples.top_k, samples.top_p, samples.min_p, samples.u)
+        tokens[rows] = _draw_from_kept(scaled, *(_column(tensor, rows) for tensor in settings))
     return tokens
 
 
-def _take(logits: Tensor, rows: npt.NDArray[np.int64]) -> Tensor:
-    """`logits[rows]`, without a copy when that is all of them."""
-    return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(logits.device)]
+def _scaled(logits: Tensor, rows: Tensor, temperature: Tensor) -> Tensor:
+    # indexing copies, so dividing in place changes nobody's logits
+    return logits[rows].div_(temperature[rows].clamp(min=MIN_TEMPERATURE)[:, None])
 
 
-def _scaled(logits: Tensor, rows: npt.NDArray[np.int64], temperature: NumpyFloat) -> Tensor:
-    divisor = torch.from_numpy(np.maximum(temperature[rows], np.float32(MIN_TEMPERATURE)))
-    return _take(logits, rows) / divisor.to(logits.device)[:, None]
-
-
-def _column(array: NumpyFloat | NumpyInt, rows: npt.NDArray[np.int64], logits: Tensor) -> Tensor:
+def _column(tensor: Tensor, rows: Tensor) -> Tensor:
     """float64 [R, 1]: exact for what it is used for, and wide enough for sums of V numbers."""
-    return torch.from_numpy(array[rows].astype(np.float64)).to(logits.device)[:, None]
+    return tensor[rows].double()[:, None]
 
 
 def _draw_from_all(probs: Tensor, u: Tensor) -> Tensor:
@@ -111,8 +125,9 @@ def _draw_from_kept(
                 scaled[at], probs[at], vocab_size, top_k[rows], top_p[rows], min_p[rows], u[rows]
             )
             tokens[rows] = ids.gather(1, chosen[:, None])[:, 0]
-            undecided.append(rows[~is_enough])
-        left = torch.cat(undecided)
+            if size < vocab_size:  # else all are decided, and asking would wait for the device
+                undecided.append(rows[~is_enough])
+        left = torch.cat(undecided) if undecided else left[:0]
         if not len(left):
             break
     return tokens

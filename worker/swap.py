@@ -11,13 +11,10 @@ the pool may be (memory.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import numpy as np
 import torch
 
 from protos.plan import Int32
-from worker.kv_pool import KvPool
+from worker.kv_pool import KvPool, merged_runs
 
 
 class SwapPool:
@@ -26,10 +23,6 @@ class SwapPool:
     def __init__(self, pool: KvPool, num_chunks: int) -> None:
         self.num_chunks = num_chunks
         self._pool = pool
-        self._block_items = [
-            pool.geometry.block_bytes(group) // pool.geometry.itemsize
-            for group in pool.geometry.groups
-        ]
         # not zeroed: only what was written is ever read
         self._memory = torch.empty(
             num_chunks * pool.geometry.chunk_bytes // pool.geometry.itemsize,
@@ -46,7 +39,7 @@ class SwapPool:
 
     def take_out(self, swap_out: Int32) -> None:
         """Copy blocks out of the pool, `swap_out` being [O, 3] (group, block, swap block)."""
-        for source, target, size in merged_runs(swap_out, self._block_items):
+        for source, target, size in merged_runs(swap_out, self._pool.block_items):
             self._memory[target : target + size].copy_(
                 self._pool.memory[source : source + size], non_blocking=True
             )
@@ -57,29 +50,7 @@ class SwapPool:
         On CUDA both ways run on the current stream without waiting, so a block that is taken out
         and brought in by the same plan arrives whole.
         """
-        for source, target, size in merged_runs(swap_in, self._block_items):
+        for source, target, size in merged_runs(swap_in, self._pool.block_items):
             self._pool.memory[target : target + size].copy_(
                 self._memory[source : source + size], non_blocking=True
             )
-
-
-def merged_runs(triples: Int32, block_items: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(source, target, length) of every run that [P, 3] (group, from, to) come down to, in items.
-
-    The pairs are independent of each other, so their order is free: they are taken in the order of
-    their sources, and those that follow each other on both sides are one run.
-    """
-    if not len(triples):
-        return
-    sizes = np.asarray(block_items, np.int64)[triples[:, 0]]
-    sources, targets = triples[:, 1] * sizes, triples[:, 2] * sizes
-    order = np.argsort(sources, kind="stable")
-    sizes, sources, targets = sizes[order], sources[order], targets[order]
-    is_next = (sources[1:] == sources[:-1] + sizes[:-1]) & (
-        targets[1:] == targets[:-1] + sizes[:-1]
-    )
-    firsts = np.flatnonzero(np.concatenate([[True], ~is_next]))
-    lengths = np.add.reduceat(sizes, firsts)
-    yield from zip(
-        sources[firsts].tolist(), targets[firsts].tolist(), lengths.tolist(), strict=True
-    )

@@ -33,7 +33,7 @@ def configure(**settings: Any) -> link_pb2.Configure:
         "device": "cpu",
         "page_size": PAGE_SIZE,
         "max_batch_tokens": 256,
-        "max_requests_per_batch": 16,
+        "max_requests_per_batch": 32,
         "num_threads": 1,  # tiny models: a second thread costs more than it brings
     }
     return link_pb2.Configure(**{**defaults, **settings})

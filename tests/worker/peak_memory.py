@@ -92,7 +92,7 @@ def _run_full_steps(runner: Runner) -> None:
         "top_p": [0.999] * 32,
         "u": [0.999] * 32,
     }
-    long = Request([7] * 1000, 1, row=40)
+    long = Request([7] * 1000, 1, row=0)
     runner.step(planner.plan([(long, 512)], swap_out=swap_out))
     runner.step(planner.plan([(long, 480)]))
     planner.finish(long)

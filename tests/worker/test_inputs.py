@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
+from protos.plan import StepPlan
 from tests.worker.planner import plan_of
 from worker.geometry import FULL_ATTENTION, SLIDING_ATTENTION, CacheGroup
 from worker.inputs import InvalidPlan, StepInputs, prepare_inputs
+from worker.padding import row_shape
 
 FULL = CacheGroup(FULL_ATTENTION, (0,), 0, 1)
 # a decode at position 9 and a chunk of positions 2..5, pages of 4
@@ -25,15 +29,16 @@ PLAN = {
 }
 
 
+def prepare_plan(
+    plan: StepPlan, groups: Sequence[CacheGroup], num_blocks: Sequence[int], row_multiple: int = 1
+) -> StepInputs:
+    lengths = (len(plan.token_ids), len(plan.rows), len(plan.logits_indices))
+    shape = row_shape(*lengths, longest_query=4, multiple=row_multiple)
+    return prepare_inputs(plan, groups, num_blocks, 4, shape, num_swap_blocks=[3] * len(groups))
+
+
 def prepare(row_multiple: int = 1, **changes: object) -> StepInputs:
-    return prepare_inputs(
-        plan_of(**{**PLAN, **changes}),
-        [FULL],
-        [10],
-        4,
-        num_swap_blocks=[3],
-        row_multiple=row_multiple,
-    )
+    return prepare_plan(plan_of(**{**PLAN, **changes}), [FULL], [10], row_multiple)
 
 
 def test_positions_and_slots():
@@ -66,7 +71,7 @@ def test_nothing_is_padded_where_nothing_is():
     """A chunk in the middle of a prompt needs no logits: lm_head must not run for four rows."""
     inputs = prepare(4, logits_indices=[], sample_logits=[], sample_rows=[])
     assert len(inputs.logits_indices) == 0
-    assert prepare_inputs(plan_of(), [FULL], [10], 4, row_multiple=4).num_tokens == 0
+    assert prepare_plan(plan_of(), [FULL], [10], row_multiple=4).num_tokens == 0
 
 
 def test_tables_that_start_later():
@@ -80,7 +85,7 @@ def test_tables_that_start_later():
             "first_positions": [[0, 0], [4, 0]],
         }
     )
-    inputs = prepare_inputs(plan, [FULL, sliding], [10, 20], 4, row_multiple=2)
+    inputs = prepare_plan(plan, [FULL, sliding], [10, 20], row_multiple=2)
     assert inputs.groups[1].slot_mapping[:5].tolist() == [65, 70, 71, 72, 73]
     assert inputs.groups[1].blocks.tolist() == [15, 16, 17, 18, 0]
     assert inputs.groups[1].slot_mapping[5] // 4 == sliding.padding_write_block
@@ -98,9 +103,9 @@ def test_sliding_tables_must_reach_back_as_far_as_the_window():
         "blocks": [6, 8],
     }
     # position 9 reads from 5 on, so from the page of positions 4..7
-    prepare_inputs(plan_of(**one, first_positions=[[4]]), [sliding], [10], 4)
+    prepare_plan(plan_of(**one, first_positions=[[4]]), [sliding], [10])
     with pytest.raises(InvalidPlan, match=r"row 7 covers positions 8\.\..* reads from 5 on"):
-        prepare_inputs(plan_of(**one, first_positions=[[8]]), [sliding], [10], 4)
+        prepare_plan(plan_of(**one, first_positions=[[8]]), [sliding], [10])
 
 
 @pytest.mark.parametrize(
@@ -137,4 +142,4 @@ def test_groups_must_match_the_model():
     """A plan for another model's groups must not be run."""
     plan = plan_of(table_start=np.zeros((2, 1)), first_positions=np.zeros((2, 0)))
     with pytest.raises(InvalidPlan, match="tables of 2 cache groups; the model has 1"):
-        prepare_inputs(plan, [FULL], [10], 4)
+        prepare_plan(plan, [FULL], [10])

@@ -19,7 +19,8 @@ from worker.loop import Progress, serve
 
 
 class FakeRunner:
-    """Answers token_ids + 1; the plan with the token 13 in it raises."""
+    """Answers token_ids + 1; a plan with the token 13 in it raises when it is launched, one with 65
+    when its result is due."""
 
     def __init__(self, num_chunks: int = 1) -> None:
         self.num_chunks = num_chunks
@@ -27,11 +28,11 @@ class FakeRunner:
     def ready(self) -> link_pb2.Ready:
         return link_pb2.Ready(num_chunks=self.num_chunks)
 
-    def step(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> FakeStep:
         if 13 in plan.token_ids:
             raise RuntimeError("thirteen")
         count = len(plan.token_ids)
-        return StepResult(
+        result = StepResult(
             step_id=plan.step_id,
             device_microseconds=1,
             queue_microseconds=0,
@@ -43,6 +44,17 @@ class FakeRunner:
             top_ids=np.zeros(0, np.int32),
             top_logprobs=np.zeros(0, np.float32),
         )
+        return FakeStep(result)
+
+
+class FakeStep:
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        if 66 in self._result.token_ids:
+            raise RuntimeError("an illegal memory access was encountered")
+        return self._result
 
 
 class Serving:

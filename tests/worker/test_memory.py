@@ -57,7 +57,7 @@ def test_the_pool_takes_what_is_left(loaded):
 def test_never_more_than_can_be_used(loaded):
     """On a large machine a tiny model must not take half of the memory."""
     plan = plan_memory(loaded, configure(), "cpu", free=10**6 * MIB)
-    assert plan.num_chunks == 2 + 16 * 256 // 4
+    assert plan.num_chunks == 2 + 32 * 256 // 4
 
 
 def test_groups_suit_the_pool(saved):

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from worker import sampler
-from worker.sampler import sample
+from worker.sampler import SampleRows, sample, split_rows
 
 NUM_CASES = 250
 
@@ -31,7 +31,7 @@ def draw(
 ) -> list[int]:
     """Tokens of one row of logits, one for each u."""
     count = len(u)
-    return sample(
+    return choose(
         logits.expand(count, -1),
         np.full(count, temperature, np.float32),
         np.full(count, top_k, np.int32),
@@ -39,6 +39,22 @@ def draw(
         np.full(count, min_p, np.float32),
         np.asarray(u, np.float32),
     ).tolist()
+
+
+def choose(
+    logits: torch.Tensor,
+    temperature: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    min_p: np.ndarray,
+    u: np.ndarray,
+) -> torch.Tensor:
+    """`sample`, one sample per row of logits."""
+    split = split_rows(temperature, top_k, top_p, min_p, logits.shape[1])
+    each = torch.arange(len(logits))
+    kinds = [torch.from_numpy(rows) for rows in split]
+    parameters = [torch.from_numpy(array) for array in (temperature, top_k, top_p, min_p, u)]
+    return sample(logits, SampleRows(each, each, *kinds, *parameters))
 
 
 def kept_by_transformers(
@@ -147,14 +163,14 @@ def test_row_does_not_depend_on_its_neighbours(vocab_size: int, num_threads: int
     """The same seed must give the same tokens alone, in any batch and after a crash."""
     torch.set_num_threads(num_threads)
     logits, settings = mixed_rows(vocab_size, 24)
-    together = sample(logits, **settings)
+    together = choose(logits, **settings)
     for row in range(24):
-        alone = sample(
+        alone = choose(
             logits[row : row + 1], **{name: array[[row]] for name, array in settings.items()}
         )
         assert alone.item() == together[row].item()
     order = np.random.default_rng(1).permutation(24)
-    shuffled = sample(logits[order], **{name: array[order] for name, array in settings.items()})
+    shuffled = choose(logits[order], **{name: array[order] for name, array in settings.items()})
     assert shuffled.tolist() == together[order].tolist()
 
 
@@ -201,8 +217,8 @@ def test_greedy_takes_the_lowest_id_of_equals() -> None:
     settings = (np.zeros(64), np.full(64, 5), np.full(64, 0.5), np.zeros(64), np.full(64, 0.99))
     dtypes = ("f4", "i4", "f4", "f4", "f4")
     arrays = [array.astype(dtype) for array, dtype in zip(settings, dtypes, strict=True)]
-    assert sample(logits, *arrays).tolist() == [4] * 64
-    assert sample(logits[:1], *[array[:1] for array in arrays]).tolist() == [4]
+    assert choose(logits, *arrays).tolist() == [4] * 64
+    assert choose(logits[:1], *[array[:1] for array in arrays]).tolist() == [4]
 
 
 def test_tiny_temperature_is_greedy() -> None:
@@ -221,4 +237,4 @@ def test_rows_that_are_not_finite_get_a_valid_id() -> None:
 def test_empty_batch() -> None:
     """A step of prefill chunks alone samples nothing."""
     empty = np.zeros(0, np.float32)
-    assert sample(torch.zeros(0, 10), empty, empty.astype("i4"), empty, empty, empty).shape == (0,)
+    assert choose(torch.zeros(0, 10), empty, empty.astype("i4"), empty, empty, empty).shape == (0,)

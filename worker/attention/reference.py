@@ -45,11 +45,12 @@ class ReferenceBackend:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         starts = context.on_host.query_start_loc.tolist()
         table_start = group.table_start.tolist()
+        blocks = torch.from_numpy(group.blocks).to(pages.device)
         for r, seq_len in enumerate(context.on_host.seq_lens.tolist()):
             if starts[r] == starts[r + 1]:
                 continue
             first = int(group.first_positions[r])
-            table = tables.blocks[table_start[r] : table_start[r + 1]]
+            table = blocks[table_start[r] : table_start[r + 1]]
             keys, values = gather(pages, table, seq_len - first)
             queries = max(1, MOST_SCORES // (query.shape[1] * keys.shape[1]))
             for begin in range(starts[r], starts[r + 1], queries):

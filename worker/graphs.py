@@ -1,0 +1,137 @@
+"""CUDA graphs: a step's forward, captured once per padded shape and replayed.
+
+Decode shapes are captured at start, largest first, so that all share the memory of the largest;
+mixed ones on first use, the least recently used dropped beyond a bound. All read the same static
+inputs, into which a step's inputs are copied on the device, so that both I/O sets share one set of
+graphs. Where nothing can be captured (a CPU), the same static path runs eagerly.
+
+Recipe of a capture: two runs before it, because libraries set themselves up on their first ones
+and Triton compiles; no garbage collection within it; only this thread is watched for forbidden
+calls, because the completion thread waits for events meanwhile.
+
+Owns: the static inputs, the graphs. Does not own: shapes (padding.py), the forward (forward.py),
+whether the model can be captured (capture_check.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from worker.forward import Forward, Forwarded
+from worker.inputs import StepInputs
+from worker.io_buffers import InputBuffer
+from worker.padding import PaddedShape, PaddedShapes
+
+MOST_MIXED: Final = 24  # graphs of mixed shapes that are kept
+
+_logger = logging.getLogger(__name__)
+
+
+class StaticForward:
+    """The forward over static inputs."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        static: InputBuffer,
+        shapes: PaddedShapes,
+        write_padding: Callable[[PaddedShape], None],
+        captures: bool,
+    ) -> None:
+        """`write_padding` fills the static inputs with a step that is padding alone; `captures`
+        is whether there is a device to capture on, in whose stream all of this runs."""
+        self.static = static
+        self.shapes = shapes
+        self._forward = forward
+        self._write_padding = write_padding
+        self._captures = captures
+        self._pool = torch.cuda.graph_pool_handle() if captures else None
+        self._graphs: OrderedDict[PaddedShape, _Graph] = OrderedDict()
+        self.capture_seconds = 0.0
+
+    @property
+    def captured_sizes(self) -> list[int]:
+        """Rows of the decode graphs."""
+        return sorted(shape.num_tokens for shape in self._graphs if shape.is_decode)
+
+    def capture_decode_sizes(self, progress: Callable[[str, float], None]) -> None:
+        """Largest first; nothing where graphs cannot be captured."""
+        if not self._captures:
+            return
+        sizes = self.shapes.decode_sizes[::-1]
+        for done, size in enumerate(sizes):
+            progress(f"capturing a graph of {size} rows", done / len(sizes))
+            self._graph_of(self.shapes.decode(size))
+        _logger.info("captured %d decode graphs in %.1f s", len(sizes), self.capture_seconds)
+
+    def __call__(self, source: InputBuffer, inputs: StepInputs, shape: PaddedShape) -> Forwarded:
+        """Run the step in `source`, which `inputs` was written to. Its
+         result lives until the next
+        call."""
+        # before the copy: a capture overwrites the static inputs
+        graph = self._graph_of(shape) if self._captures else None
+        self.static.copy_from(source.device, source.num_used)
+        if graph is None:
+            return self._forward(self.static.read(shape), shape.longest_query, inputs)
+        graph.graph.replay()
+        return graph.forwarded
+
+    def _graph_of(self, shape: PaddedShape) -> _Graph:
+        graph = self._graphs.get(shape)
+        if graph is None:
+            begin = time.perf_counter()
+            self._write_padding(shape)
+            graph = self._graphs[shape] = self._capture(shape)
+            seconds = time.perf_counter() - begin
+            self.capture_seconds += seconds
+            if not shape.is_decode:
+                _logger.info("captured a graph of %s in %.1f s", shape, seconds)
+        self._graphs.move_to_end(shape)
+        mixed = [known for known in self._graphs if not known.is_decode]
+        if len(mixed) > MOST_MIXED:  # idle: a capture waits for what came before it
+            del self._graphs[mixed[0]]
+        return graph
+
+    def _capture(self, shape: PaddedShape) -> _Graph:
+        inputs = self.static.read(shape)
+        for _ in range(2):
+            self._forward(inputs, shape.longest_query, None)
+        torch.cuda.current_stream().synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with (
+            _no_garbage_collection(),
+            torch.cuda.graph(
+                graph,
+                pool=self._pool,
+                stream=torch.cuda.current_stream(),
+                capture_error_mode="thread_local",
+            ),
+        ):
+            forwarded = self._forward(inputs, shape.longest_query, None)
+        return _Graph(graph, forwarded)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    forwarded: Forwarded  # what a replay fills
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection that frees CUDA memory in the middle of a capture would end it."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,138 @@
+"""Which shape a step is padded to. Pure arithmetic.
+
+A CUDA graph replays one shape, so steps are padded to few shapes: decode steps (every request one
+token) to sizes that lie close together, mixed steps to powers of two. Lengths of sequences need no
+padding: they are read on the device.
+
+Owns: the sizes. Does not own: what padding contains (inputs.py), what is captured (graphs.py).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import Final
+
+MOST_DECODE_SIZES: Final = 40
+_DENSE_UNTIL: Final = 64  # up to here decode sizes are q_padding_interval_size apart
+_SMALLEST_MIXED: Final = 64  # tokens
+_FEWEST_LOGITS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedShape:
+    """Lengths after padding. `longest_query`: no request has more tokens, padding included."""
+
+    num_tokens: int
+    num_requests: int
+    num_logits: int
+    longest_query: int
+    is_static: bool = False  # one of the few shapes that graphs are captured for
+
+    @property
+    def is_decode(self) -> bool:
+        return self.longest_query == 1
+
+
+def row_shape(
+    num_tokens: int, num_requests: int, num_logits: int, longest_query: int, multiple: int
+) -> PaddedShape:
+    """Tokens and logits at the next multiple: what an eager step needs, or nothing at all for
+    `multiple` 1. Each token added is a request of its own; where there are none, none are added."""
+    padding = -num_tokens % multiple
+    return PaddedShape(
+        num_tokens + padding,
+        num_requests + padding,
+        num_logits + -num_logits % multiple,
+        max(longest_query, min(padding, 1)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedShapes:
+    """The shapes of a worker; `multiple` is what deterministic mode needs of every shape."""
+
+    max_batch_tokens: int
+    max_requests: int
+    interval: int  # q_padding_interval_size
+    multiple: int = 1
+    decode_sizes: tuple[int, ...] = field(init=False)
+    mixed_sizes: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        most_rows = min(self.max_requests, self.max_batch_tokens)
+        decode = _decode_sizes(most_rows, self.interval, self.multiple)
+        mixed = _powers_of_two(_SMALLEST_MIXED, self.max_batch_tokens, self.multiple)
+        object.__setattr__(self, "decode_sizes", decode)
+        object.__setattr__(self, "mixed_sizes", mixed)
+
+    @property
+    def most_requests(self) -> int:
+        """Requests of the largest shape, padding included."""
+        return max(self.decode_sizes[-1], self._mixed_requests(self.mixed_sizes[-1]))
+
+    @property
+    def most_tokens(self) -> int:
+        return max(self.decode_sizes[-1], self.mixed_sizes[-1])
+
+    @property
+    def most_logits(self) -> int:
+        return self.most_tokens
+
+    def decode(self, size: int) -> PaddedShape:
+        return PaddedShape(size, size, size, 1, is_static=True)
+
+    def shape_of(
+        self, num_tokens: int, num_requests: int, num_logits: int, longest_query: int
+    ) -> PaddedShape | None:
+        """The smallest shape that holds such a step; None where none does, or nothing is there."""
+        if num_tokens == 0:
+            return None
+        if longest_query == 1 and num_tokens <= self.decode_sizes[-1]:
+            return self.decode(_at_least(self.decode_sizes, num_tokens))
+        if num_tokens > self.mixed_sizes[-1] or num_requests > self.max_requests:
+            return None
+        tokens = _at_least(self.mixed_sizes, num_tokens)
+        logits = _at_least(_powers_of_two(_FEWEST_LOGITS, tokens, self.multiple), num_logits)
+        # what a chunk's length may be is unknown to a shape, so the bound is the whole step
+        return PaddedShape(tokens, self._mixed_requests(tokens), logits, tokens, is_static=True)
+
+    def _mixed_requests(self, tokens: int) -> int:
+        return min(self.max_requests, tokens) + 1  # one more: padding tokens belong to a request
+
+
+def _decode_sizes(most: int, interval: int, multiple: int) -> tuple[int, ...]:
+    """1, 2, 4, then steps of `interval` to 64, then growing steps; at most 40 sizes, all
+    multiples of `multiple`, the last one at least `most`."""
+    share = 8  # beyond 64 a step is a share of the size
+    while True:
+        sizes = [size for size in (1, 2, 4) if size < interval]
+        size = interval
+        while size < most:
+            sizes.append(size)
+            step = interval if size < _DENSE_UNTIL else size // share
+            size += max(interval, _round_up(step, interval))
+        sizes.append(size)
+        rounded = sorted({_round_up(size, multiple) for size in sizes})
+        kept = tuple(rounded[: bisect_left(rounded, most) + 1])
+        if len(kept) <= MOST_DECODE_SIZES:
+            return kept
+        interval, share = 2 * interval, max(1, share - 1)
+
+
+def _powers_of_two(first: int, most: int, multiple: int) -> tuple[int, ...]:
+    """From `first` on, the last one cut to `most`; all rounded up to `multiple`."""
+    sizes = []
+    size = first
+    while size < most:
+        sizes.append(_round_up(size, multiple))
+        size *= 2
+    return (*sizes, _round_up(most, multiple))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _at_least(sizes: tuple[int, ...], number: int) -> int:
+    return sizes[bisect_left(sizes, number)]
