@@ -74,9 +74,8 @@ class StaticForward:
         _logger.info("captured %d decode graphs in %.1f s", len(sizes), self.capture_seconds)
 
     def __call__(self, source: InputBuffer, inputs: StepInputs, shape: PaddedShape) -> Forwarded:
-        """Run the step in `source`, which `inputs` was written to. Its
-         result lives until the next
-        call."""
+        """Run the step that `inputs` were written to `source` for; what it gives lives until the
+        next call."""
         # before the copy: a capture overwrites the static inputs
         graph = self._graph_of(shape) if self._captures else None
         self.static.copy_from(source.device, source.num_used)

@@ -6,7 +6,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from protos.plan import StepResult
 from scheduler_svc.core.absorb import absorb
 from scheduler_svc.core.admission import why_never_fits
 from scheduler_svc.core.check import check
@@ -20,7 +19,7 @@ from scheduler_svc.core.state import State
 from scheduler_svc.core.views import get_cache
 from tests.worker.conftest import configure
 from worker.load import LoadedModel
-from worker.runner import Runner
+from worker.runner import Launched, Runner
 
 
 @dataclass
@@ -52,6 +51,7 @@ class InProcess:
         depth: int = 1,
         allow_block_sharing: bool = True,
         safety_margin: float | None = None,
+        is_padded: bool = False,
         **settings: Any,
     ) -> None:
         told = configure(
@@ -60,7 +60,9 @@ class InProcess:
             page_size=loaded.geometry.page_size,
             **settings,
         )
-        self.runner = Runner(loaded, told, chunks + 2, None, swap_chunks)
+        self.runner = Runner(
+            loaded, told, chunks + 2, num_swap_chunks=swap_chunks, is_padded=is_padded
+        )
         ready = self.runner.ready()
         geometry = Geometry(
             page_size=ready.page_size,
@@ -77,7 +79,7 @@ class InProcess:
         margin = order.safety_margin if safety_margin is None else safety_margin
         limits = Limits(max_batch_tokens, max_requests, 0, margin, depth, allow_block_sharing)
         self.state = State(limits, geometry, order)
-        self.results: deque[StepResult] = deque()
+        self.launched: deque[Launched] = deque()
 
     def serve(self, requests: list[NewRequest]) -> Served:
         """All at once, to the end. Rows and blocks are all free after that."""
@@ -94,7 +96,7 @@ class InProcess:
             state.counters.soft_resets,
             state.prefix_cache.num_hit,
         )
-        while state.requests or self.results:
+        while state.requests or self.launched:
             self._turn(served)
         check(state)
         assert state.pool.num_free == state.pool.num_usable
@@ -119,9 +121,9 @@ class InProcess:
                 served.steps += 1
                 served.tail_copies += len(step.transfers.copy)
                 served.utilisation.append(get_cache(state).utilisation)
-                self.results.append(self.runner.step(pack(state, step)))
+                self.launched.append(self.runner.launch(pack(state, step)))
             elif decision.is_empty:
-                assert self.results, "wedged"
+                assert self.launched, "wedged"
                 break
-        if self.results:
-            absorb(state, self.results.popleft())
+        if self.launched:
+            absorb(state, self.launched.popleft().wait())

@@ -255,3 +255,19 @@ def test_new_scheduler_keeps_the_model_unless_it_wants_another(
     third.configure(model="two")
     assert third.receive("ready").ready.num_chunks == 1
     third.close()
+
+
+def test_failed_device_ends_the_worker(
+    start: Start, scheduler: FakeScheduler, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After an asynchronous device error nothing computed there is right: a new process must
+    begin, and the results before the failure still count."""
+    serving = start()
+    scheduler.configure()
+    scheduler.receive("ready")
+    for step_id, token in ((1, 1), (2, 65), (3, 3)):
+        scheduler.send_plan(make_plan(step_id, token_ids=[token]))
+    assert scheduler.receive_result().step_id == 1
+    assert "illegal memory access" in scheduler.receive("bye").bye.reason
+    assert serving.join() == 1
+    assert "a launched step failed" in caplog.text
