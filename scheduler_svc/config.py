@@ -165,9 +165,7 @@ class Config:
 
     # How the worker executes
     use_cuda_graph: bool = setting(
-        False,
-        "capture steps as CUDA graphs; comes in a later version, false until then",
-        now=(False,),
+        True, "replay steps as CUDA graphs where the device and the model allow it"
     )
     use_async_batching: bool = setting(
         False,
@@ -175,10 +173,12 @@ class Config:
         "overlaps them in a later version",
     )
     q_padding_interval_size: int = setting(
-        8, "rows between two decode graphs; no effect before graphs are there", minimum=1
+        8, "rows between two decode graphs, up to 64 rows; wider steps lie further apart", minimum=1
     )
     kv_padding_interval_size: int = setting(
-        64, "blocks to which table widths are padded; no effect before graphs are there", minimum=1
+        64,
+        "without effect: block tables are ragged and are read on the device, so no width is padded",
+        minimum=1,
     )
 
     # The service

@@ -71,6 +71,7 @@ class MemoryPlan:
             ("logits and sampling", self.step.logits),
             ("gathered keys, scores", self.step.gathered),
             ("step inputs", self.step.inputs),
+            ("CUDA graphs", self.step.graphs),
             ("library workspaces", self.step.workspaces),
             ("KV pool", self.pool),
             ("swap pool (host)", self.swap),

@@ -90,7 +90,7 @@ def test_switches(arguments: list[str], want: bool) -> None:
             {},
             ["'lifo'", "fifo, prefill_first, priority, static"],
         ),
-        (["--use-cuda-graph"], {}, ["use_cuda_graph is True", "false", "later version"]),
+        (["--q-padding-interval-size", "0"], {}, ["q_padding_interval_size is 0", "at least 1"]),
         (["--cpu-offload-space", "-1"], {}, ["cpu_offload_space is -1.0", "at least 0"]),
         (["--weight-format", "int8"], {}, ["weight_format is 'int8'", "later version"]),
         (["--config", "/nowhere.toml"], {}, ["config is '/nowhere.toml'", "No such file"]),

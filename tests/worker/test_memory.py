@@ -44,8 +44,8 @@ def test_the_pool_takes_what_is_left(loaded):
     to spare; in the CPU's memory the swap pool is a part of it."""
     long = replace(loaded, max_model_len=10**6)
     for attention, free, space in (
-        ("cpu", 256 * MIB, 0),
-        ("cpu", 256 * MIB, 1 / 64),
+        ("cpu", 512 * MIB, 0),
+        ("cpu", 512 * MIB, 1 / 64),
         ("reference", 4 * GIB, 0),
     ):
         settings = configure(max_memory_percent=0.5, cpu_offload_space=space)
@@ -71,11 +71,9 @@ def test_groups_suit_the_pool(saved):
 
 
 def test_default_share_and_step_costs(loaded):
-    """0.6 on the CPU; a second buffer set and longer steps cost memory."""
+    """0.6 on the CPU; longer steps cost memory."""
     plan = plan_memory(loaded, configure(), "cpu", free=1024 * MIB)
     assert plan.percent == 0.6
-    double = plan_memory(loaded, configure(use_async_batching=True), "cpu", free=1024 * MIB)
-    assert double.step.inputs == 2 * plan.step.inputs
     longer = plan_memory(loaded, configure(max_batch_tokens=512), "cpu", free=1024 * MIB)
     assert longer.step.activations == 2 * plan.step.activations
 
