@@ -71,7 +71,11 @@ class Runner:
         self._device = loaded.device
         self._row_multiple = _DETERMINISTIC_ROWS if configure.deterministic else 1
         self.backend = choose_backend(
-            configure.attention, loaded.device, loaded.dtype, configure.deterministic
+            configure.attention,
+            loaded.device,
+            loaded.dtype,
+            loaded.geometry.head_dim,
+            configure.deterministic,
         )
         if configure.deterministic:
             check_row_bits(loaded.model, _DETERMINISTIC_ROWS)
