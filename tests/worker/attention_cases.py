@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,21 @@ class Case:
     pages: torch.Tensor
     context: StepContext
     call: AttentionCall
+
+    def to(self, device: torch.device) -> Case:
+        """The same on another device; only `keys` and `values` stay, and no copy on the host."""
+
+        def moved(value: Any, names: Iterable[str]) -> Any:
+            return replace(value, **{name: getattr(value, name).to(device) for name in names})
+
+        tables = tuple(moved(group, GroupTables.__slots__) for group in self.context.groups)
+        context = moved(self.context, ("query_start_loc", "seq_lens"))
+        call = self.call if self.call.sinks is None else moved(self.call, ("sinks",))
+        return replace(
+            moved(self, ("query", "key", "value", "pages")),
+            context=replace(context, groups=tables, on_host=None),
+            call=call,
+        )
 
 
 def make_case(
