@@ -61,14 +61,9 @@ def compile_kernel(
         **dict.fromkeys(("query", "out", "pages", "sinks", "key", "value"), f"*{NAMES[dtype]}"),
         **dict.fromkeys((*kernels._TABLES, "starts"), "*i32"),
     }  # fmt: skip
-    floats = ("scaling", "softcap")
+    floats = dict.fromkeys(("scaling", "softcap"), "fp32")
     names = kernel.arg_names
-    signature = {
-        name: "constexpr"
-        if name in constants
-        else pointers.get(name, "fp32" if name in floats else "i32")
-        for name in names
-    }
+    types = {name: {**pointers, **floats}.get(name, "i32") for name in names}
     known = [
         (index,)
         for index, name in enumerate(names)

@@ -20,10 +20,9 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/worker/test_trit
 # numpy warns where the kernel divides 0 by 0 in rows of a tile that belong to no query
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
-# (query length, sequence length), small, for the interpreter is slow: a decode of one token and
-# one of two pieces, requests of no token, a short request of several tokens and two pieces, a
-# chunk of three tiles that begins within a page
-SHAPES = [(1, 1), (0, 0), (1, 90), (2, 70), (16, 33), (0, 12)]
+# (query length, sequence length), few and small, for the interpreter is slow: a decode of one token
+# and one of two pieces, requests of no token, a short request of two tokens and two pieces, a chunk
+SHAPES = [(1, 1), (0, 0), (1, 70), (2, 66), (7, 33), (0, 12)]
 SPLIT = 64
 
 
@@ -43,7 +42,7 @@ def check(case: Case, it: TritonBackend | None = None) -> None:
     assert (out - by_hand(case)).abs().max() < TOLERANCE[case.query.dtype]
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+@pytest.mark.parametrize("call", [CALLS["plain"], CALLS["window"], CALLS["all"]], ids=str)
 def test_agrees_with_float64_arithmetic(call):
     """Masks, windows, softcap and sinks, in split, short and long requests at once. Blocks that
     nobody owns are NaN, so that a read beside the tables shows."""
@@ -56,14 +55,13 @@ def test_agrees_with_float64_arithmetic(call):
         (1, 64, torch.float16, 16),
         (4, 80, torch.float16, 32),
         (8, 12, torch.float32, 16),
-        (20, 16, torch.float32, 5),
+        (20, 16, torch.float32, 5),  # three queries a tile
     ],
 )
 def test_head_sizes_groups_types_and_pages(grouped, head_dim, dtype, page_size):
     """Heads that are no power of two or below the smallest tile, groups that are no power of two
     or larger than a tile, pages of any size."""
-    shapes = [(1, 70), (0, 0), (3, 20), (9, 33)]
-    check(make_case(shapes, grouped, head_dim, dtype, page_size, **CALLS["all"]))
+    check(make_case([(1, 70), (9, 33)], grouped, head_dim, dtype, page_size, **CALLS["all"]))
 
 
 @pytest.mark.slow
@@ -88,11 +86,10 @@ def test_tables_that_start_with_the_window():
     assert num_items(it) == 4  # both short ones are split
 
 
-@pytest.mark.parametrize("call", [CALLS["plain"], CALLS["all"]], ids=["plain", "all"])
-def test_split_or_whole_or_without_room(call):
+def test_split_or_whole_or_without_room():
     """A request whose pieces find no room must come out the same to the last bit, and one that is
     not split at all the same but for rounding."""
-    case = make_case([(1, 150), (4, 70)], 3, 16, torch.float32, 16, **call)
+    case = make_case([(1, 150), (4, 70)], 3, 16, torch.float32, 16, softcap=5.0, sinks=True)
     roomy, tight, none, whole = (
         backend(),
         backend(workspace_bytes=4 * 6 * (16 + 2) * 4),  # 4 parts, enough for the first request
@@ -113,7 +110,7 @@ def test_a_decode_has_the_same_bits_alone_and_in_any_batch():
     together = attend(backend(), case)
     starts = case.context.query_start_loc.tolist()
     tables = case.context.groups[0]
-    for request in (0, 2, 3):
+    for request in (2, 3):
         tokens = slice(starts[request], starts[request + 1])
         entries = slice(*tables.table_start[request : request + 2].tolist())
         alone = replace(
