@@ -55,6 +55,38 @@ class Case:
             call=call,
         )
 
+    def alone(self, request: int) -> Case:
+        """One of the requests in a step of its own, over the same pages."""
+        starts, tables = self.context.query_start_loc.tolist(), self.context.groups[0]
+        tokens = slice(starts[request], starts[request + 1])
+        entries = slice(*tables.table_start[request : request + 2].tolist())
+        one = slice(request, request + 1)
+
+        def up_to(count: int) -> torch.Tensor:
+            return torch.tensor([0, count], dtype=torch.int32, device=self.pages.device)
+
+        return replace(
+            self,
+            query=self.query[tokens],
+            key=self.key[tokens],
+            value=self.value[tokens],
+            context=replace(
+                self.context,
+                query_start_loc=up_to(tokens.stop - tokens.start),
+                seq_lens=self.context.seq_lens[one],
+                groups=(
+                    GroupTables(
+                        table_start=up_to(entries.stop - entries.start),
+                        blocks=tables.blocks[entries],
+                        first_positions=tables.first_positions[one],
+                        slot_mapping=tables.slot_mapping[tokens],
+                    ),
+                ),
+                longest_query=tokens.stop - tokens.start,
+                on_host=None,
+            ),
+        )
+
 
 def make_case(
     shapes: Sequence[tuple[int, int]],

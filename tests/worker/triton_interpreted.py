@@ -14,6 +14,9 @@ import pytest
 import torch
 
 from tests.worker.attention_cases import CALLS, CPU, TOLERANCE, Case, attend, by_hand, make_case
+from tests.worker.planner import serve
+from tests.worker.tiny_models import gemma2, gpt_oss, llama
+from worker.attention.reference import ReferenceBackend
 from worker.attention.triton import TritonBackend
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/worker/test_triton.py"
@@ -109,32 +112,9 @@ def test_a_decode_has_the_same_bits_alone_and_in_any_batch():
     case = make_case(SHAPES, 3, 16, torch.float32, 16, **CALLS["sinks"])
     together = attend(backend(), case)
     starts = case.context.query_start_loc.tolist()
-    tables = case.context.groups[0]
     for request in (2, 3):
-        tokens = slice(starts[request], starts[request + 1])
-        entries = slice(*tables.table_start[request : request + 2].tolist())
-        alone = replace(
-            case,
-            query=case.query[tokens],
-            key=case.key[tokens],
-            value=case.value[tokens],
-            context=replace(
-                case.context,
-                query_start_loc=torch.tensor([0, tokens.stop - tokens.start], dtype=torch.int32),
-                seq_lens=case.context.seq_lens[request : request + 1],
-                groups=(
-                    replace(
-                        tables,
-                        table_start=torch.tensor([0, entries.stop - entries.start]).int(),
-                        blocks=tables.blocks[entries],
-                        first_positions=tables.first_positions[request : request + 1],
-                        slot_mapping=tables.slot_mapping[tokens],
-                    ),
-                ),
-                longest_query=tokens.stop - tokens.start,
-            ),
-        )
-        assert torch.equal(attend(backend(), alone), together[tokens])
+        own = slice(starts[request], starts[request + 1])
+        assert torch.equal(attend(backend(), case.alone(request)), together[own])
     case.key[starts[4]] = math.nan  # the chunk's
     poisoned = attend(backend(num_programs=50), case)
     assert poisoned[starts[4] : starts[5]].isnan().all()
@@ -177,3 +157,21 @@ def test_more_requests_than_are_planned_at_once(monkeypatch):
     monkeypatch.setattr("worker.attention.triton._REQUESTS_AT_ONCE", 2)
     shapes = [(1, 70), (0, 0), (1, 3), (7, 7), (1, 65), (0, 0), (6, 9)]
     check(make_case(shapes, 3, 16, torch.float32, 16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [llama, gemma2, gpt_oss])
+def test_models_answer_as_with_the_reference(served, family):
+    """The backend within a step: strides as models hand them over, several cache groups, chunks,
+    decodes beside them, each family's window, softcap and sinks."""
+    prompts, max_tokens = [[5, 6, 7], [9] * 40, list(range(20, 91))], [3, 4, 3]
+    answers = []
+    for chosen in (ReferenceBackend(), backend(split=64)):
+        it = served(family)
+        it.runner.backend = chosen
+        answers.append(
+            serve(it.runner, it.planner, it.sample, prompts, max_tokens, chunk=33, stagger=1)
+        )
+    for one, other in zip(*answers, strict=True):
+        assert one.tokens == other.tokens
+        assert (one.logits - other.logits).abs().max() < 1e-4
