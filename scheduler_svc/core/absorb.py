@@ -36,6 +36,8 @@ def absorb(state: State, result: StepResult) -> Absorbed:
     step = state.in_flight.popleft()
     assert why_not_the_result(step, result) is None, why_not_the_result(step, result)
     state.free_swap(step.freed_swap)
+    for _, tables in step.transfers.quarantined:
+        state.give_back(tables)
     rows = state.rows
     is_tenant = rows.generation[step.named] == step.generation  # not preempted meanwhile
     rows.num_in_flight[step.named[is_tenant]] -= 1

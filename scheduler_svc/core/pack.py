@@ -72,7 +72,9 @@ def _token_ids(state: State, step: InFlight, query_start_loc: Int32) -> Int32:
     for place in np.flatnonzero(~at_end).tolist():
         start, count = int(first[place]), int(step.num_new_tokens[place])
         offset = query_start_loc[place]
-        token_ids[offset : offset + count] = step.requests[place].token_ids[start : start + count]
+        tokens = step.requests[place].token_ids[start : start + count]
+        # none: an ended row of a static batch, past what it kept, where any token will do
+        token_ids[offset : offset + count] = tokens or rows.last_token[step.rows[place]]
     return token_ids
 
 
