@@ -170,9 +170,9 @@ class Config:
         now=(False,),
     )
     use_async_batching: bool = setting(
-        False,
-        "plan the next step while one runs; the worker still executes one after the other, it "
-        "overlaps them in a later version",
+        True,
+        "plan the next step while one runs, so that the worker need not wait for it; false = one "
+        "plan at a time, with the same tokens",
     )
     q_padding_interval_size: int = setting(
         8, "rows between two decode graphs; no effect before graphs are there", minimum=1
