@@ -143,7 +143,9 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: str, parts: list[str]) -
 @pytest.mark.parametrize("margin", [None, 0.4])
 def test_the_engine_does_what_is_set(policy: Policy, margin: float | None) -> None:
     """A setting that is accepted, shown, and never reaches the scheduler."""
-    arguments = f"--scheduler-type {policy.name} --allow-block-sharing=false --use-async-batching=false"
+    arguments = (
+        f"--scheduler-type {policy.name} --allow-block-sharing=false --use-async-batching=false"
+    )
     given = [] if margin is None else [f"--safety-margin={margin}"]
     config = load_config([*arguments.split(), *given], {})
     state = make_engine(config, lambda events: None, lambda status: None)._state
