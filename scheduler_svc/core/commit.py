@@ -43,16 +43,19 @@ def commit(state: State, decision: Decision) -> InFlight | None:
     samples = table.computed[rows] == table.known[rows] + table.outstanding[rows]
     samples &= ~table.is_finished[rows]
     table.outstanding[rows[samples]] += 1
-    table.is_decoding[rows[samples]] = True
     sampled = np.flatnonzero(samples)
+    for row in rows[sampled[~table.is_decoding[rows[sampled]]]].tolist():
+        table.is_decoding[row] = True
+        table.running[row].state = RequestState.DECODING
     sampled_for = sampled
     named = rows
-    requests = [table.running[row] for row in rows.tolist()]
+    requests = list(map(table.running.__getitem__, rows.tolist()))
     new_tenants = [admission.request.row for admission in decision.admissions]
-    if any(requests[place].siblings for place in sampled.tolist()):
+    parents = sampled[table.will_fork[rows[sampled]]]
+    if len(parents):
         forks = [
             (place, sibling)
-            for place in sampled.tolist()
+            for place in parents.tolist()
             for sibling in _fork(state, requests[place])
         ]
         new_tenants += [sibling.row for _, sibling in forks]
@@ -179,8 +182,10 @@ def _fork(state: State, parent: Request) -> list[Request]:
     """The siblings, now sharing all blocks of the prompt that this step completes."""
     rows, row = state.rows, parent.row
     siblings, parent.siblings = parent.siblings, []
+    rows.will_fork[row] = False
     for sibling in siblings:
         rows.awaits_fork[sibling.row] = False
+        sibling.state = RequestState.DECODING
         for name in ("computed", "outstanding", "is_decoding", "published"):
             getattr(rows, name)[sibling.row] = getattr(rows, name)[row]
         pages = -(-int(rows.computed[row]) // state.geometry.page_size)

@@ -17,8 +17,9 @@ def pack(state: State, step: InFlight) -> StepPlan:
     table_start, blocks = _tables(state, step.rows)
     sampling = step.named[step.sampled_for]  # rows that get a token
     num_samples = len(sampling)
-    # siblings that are forked off sample from the same logits
-    logits_of, sample_logits = np.unique(step.sampled, return_inverse=True)
+    logits_of, sample_logits = step.sampled, np.arange(num_samples)
+    if len(step.named) > len(step.rows):  # siblings are forked off, and sample the same logits
+        logits_of, sample_logits = np.unique(step.sampled, return_inverse=True)
     return StepPlan(
         step_id=step.step_id,
         awaits_mask=False,

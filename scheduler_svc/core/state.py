@@ -1,8 +1,8 @@
 """Every fact about every live request, and the few operations that move one between states.
 
-    submit ─▶ PENDING ──assign──▶ PREFILLING ──first token──▶ DECODING ──▶ FINISHED
-                 ▲                     │                          │
-                 └─soft_reset, offload─┴──────────────────────────┘
+    submit ─▶ PENDING ──assign──▶ PREFILLING ──last chunk planned──▶ DECODING ──▶ FINISHED
+                 ▲                     │                                 │
+                 └─soft_reset, offload─┴─────────────────────────────────┘
 
 A finished request that plans in flight still name keeps its row and blocks until the last of
 them has returned: `release` gives them back, once, and is the only place that does.
