@@ -55,11 +55,13 @@ def admit(
         raise RequestRejected("cache_salt", request.cache_salt, f"up to {MAX_ID_CHARS} characters")
 
     prompt = prompt_token_ids(request, model)
-    decoder = model.tokenizer.decoder(_or(asked, "skip_special_tokens", True))
+    skips_special = _or(asked, "skip_special_tokens", True)
+    decoder, pieces = model.tokenizer.decoder(skips_special), model.tokenizer.pieces(skips_special)
     texts = [
         OutputText(
             decoder,
             prompt,
+            pieces=pieces,
             stop=stops,
             include_stop_str_in_output=asked.include_stop_str_in_output,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from scheduler_svc.core.request import FinishReason, Request, RequestState
+from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.errors import ChairliftError
 from scheduler_svc.events import Delta, Event, Failed, Finished, TextStream
 
@@ -33,6 +33,7 @@ class Answers:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._live: dict[str, dict[int, Answer]] = {}  # request_id → index → answer
+        self._of: dict[Request, Answer] = {}  # the same, for the way from a token to its text
         self._fresh: list[tuple[Request, int]] = []
         self._events: list[Event] = []
 
@@ -51,7 +52,8 @@ class Answers:
 
     def begin(self, request: Request, text: TextStream | None) -> None:
         family = self._live.setdefault(request.request_id, {})
-        family[request.index] = Answer(request, text, self._clock())
+        answer = Answer(request, text, self._clock())
+        family[request.index] = self._of[request] = answer
 
     def note_scheduled(self, request: Request) -> None:
         """The request has a row; those of its siblings have theirs too."""
@@ -69,33 +71,40 @@ class Answers:
         `finish` is called for a request that a stop string ends while it is still running.
         """
         fresh, self._fresh = self._fresh, []
-        deltas: dict[tuple[str, int], tuple[list[int], list[str]]] = {}
+        deltas: dict[Request, Delta] = {}
         ended: list[Answer] = []
         for request, token_id in fresh:
-            answer = self._live.get(request.request_id, {}).get(request.index)
-            if answer is None or answer.request is not request:
+            answer = self._of.get(request)
+            if answer is None:
                 continue  # ended since: aborted, or by a stop string one token earlier
             if answer.first_token is None:
                 answer.first_token = self._clock()
             answer.num_tokens += 1
-            token_ids, texts = deltas.setdefault((request.request_id, request.index), ([], []))
-            token_ids.append(token_id)
-            has_ended = _is_last(answer)
+            # all that the core has of an ended request has been told of
+            has_ended = (
+                request.finish_reason is not None and answer.num_tokens == request.num_output_tokens
+            )
+            added = ""
             if answer.text is not None:
                 is_stop_token = has_ended and request.stop_token_id is not None
                 if not is_stop_token or answer.text.include_stop_str_in_output:
-                    texts.append(answer.text.push(token_id))
+                    added = answer.text.push(token_id)
                 if answer.text.matched_stop is not None and not has_ended:
                     has_ended = True
-                    if request.state is not RequestState.FINISHED:
+                    if request.finish_reason is None:
                         finish(request)
                 if has_ended:
-                    texts.append(answer.text.finish())
+                    added += answer.text.finish()
+            delta = deltas.get(request)
+            if delta is None:
+                deltas[request] = Delta(request.request_id, request.index, [token_id], added)
+            else:  # more than one step's result at once
+                delta.token_ids.append(token_id)
+                deltas[request] = delta._replace(text=delta.text + added)
             if has_ended:
                 self._remove(answer)
                 ended.append(answer)
-        for (request_id, index), (token_ids, texts) in deltas.items():
-            self._events.append(Delta(request_id, index, token_ids, "".join(texts)))
+        self._events += deltas.values()
         self._events += [self._finished(answer) for answer in ended]
 
     def end(self, answer: Answer) -> None:
@@ -109,7 +118,8 @@ class Answers:
 
     def fail(self, request_id: str, error: ChairliftError) -> None:
         """Ends a live request with all its siblings."""
-        del self._live[request_id]
+        for answer in self.family(request_id):
+            self._remove(answer)
         self._events.append(Failed(request_id, error))
 
     def refuse(self, request_id: str, error: ChairliftError) -> None:
@@ -122,6 +132,7 @@ class Answers:
 
     def _remove(self, answer: Answer) -> None:
         request = answer.request
+        del self._of[request]
         family = self._live[request.request_id]
         del family[request.index]
         if not family:
@@ -148,9 +159,3 @@ class Answers:
             decode_seconds=now - first_token,
             preemptions=request.num_preemptions,
         )
-
-
-def _is_last(answer: Answer) -> bool:
-    """Whether all tokens that the core has of an ended request have been told."""
-    request = answer.request
-    return request.state is RequestState.FINISHED and answer.num_tokens == request.num_output_tokens

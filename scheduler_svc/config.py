@@ -167,9 +167,9 @@ class Config:
         True, "replay steps as CUDA graphs where the device and the model allow it"
     )
     use_async_batching: bool = setting(
-        False,
-        "plan the next step while one runs; the worker still executes one after the other, it "
-        "overlaps them in a later version",
+        True,
+        "plan the next step while one runs, so that the worker need not wait for it; false = one "
+        "plan at a time, with the same tokens",
     )
     q_padding_interval_size: int = setting(
         8, "rows between two decode graphs, up to 64 rows; wider steps lie further apart", minimum=1

@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Final, TypeVar
 
 from protos import link_pb2
+from protos.plan import StepResult
 from scheduler_svc.answers import Answers
 from scheduler_svc.core.absorb import absorb, why_not_the_result
 from scheduler_svc.core.admission import why_never_fits
@@ -205,6 +206,7 @@ class Engine:
         return why_never_fits(state.geometry, prompt_tokens, max_tokens, is_reserved)
 
     def on_abort(self, request_ids: Sequence[str]) -> list[str]:
+        self._make_text()  # else one that has just ended would end without its last tokens
         aborted = [request_id for request_id in request_ids if request_id in self._answers]
         for request_id in dict.fromkeys(aborted):
             for answer in self._answers.family(request_id):
@@ -222,15 +224,7 @@ class Engine:
         envelope = message.envelope
         kind = envelope.WhichOneof("message")
         if message.result is not None:
-            if self.status.is_ready and self._state.in_flight:
-                mismatch = why_not_the_result(self._state.in_flight[0], message.result)
-                if mismatch is not None:
-                    self._lose_worker(f"it answers wrongly: {mismatch}")
-                    return
-                absorbed = absorb(self._state, message.result)
-                self._answers.add_tokens(absorbed.tokens)
-                for request in absorbed.not_finite:
-                    self._fail(request.request_id, "its hidden states are not finite numbers")
+            self._on_result(message.result)
         elif kind == "hello":
             hello = envelope.hello
             self._worker_boot_id = envelope.worker_boot_id
@@ -245,6 +239,19 @@ class Engine:
             self._on_fault(envelope.fault)
         elif kind == "bye" and self.status.worker != "none":
             self._lose_worker(f"it says goodbye: {envelope.bye.reason or 'no reason given'}")
+
+    def _on_result(self, result: StepResult) -> None:
+        in_flight = self._state.in_flight
+        if not self.status.is_ready or not in_flight or result.step_id < in_flight[0].step_id:
+            return  # late: its plan was given up, with the worker or after a Fault
+        mismatch = why_not_the_result(in_flight[0], result)
+        if mismatch is not None:
+            self._lose_worker(f"it answers wrongly: {mismatch}")
+            return
+        absorbed = absorb(self._state, result)
+        self._answers.add_tokens(absorbed.tokens)
+        for request in absorbed.not_finite:
+            self._fail(request.request_id, "its hidden states are not finite numbers")
 
     def _on_ready(self, ready: link_pb2.Ready) -> None:
         if not (ready.page_size > 0 and ready.groups and ready.max_model_len > 0) or any(
@@ -264,6 +271,7 @@ class Engine:
             ),
             max_model_len=ready.max_model_len,
             num_swap_chunks=ready.num_swap_chunks,
+            overlaps_swap=ready.overlaps_swap,
         )
         self._make_text()
         self._state.lose_worker(geometry)
@@ -314,7 +322,8 @@ class Engine:
             for request in step.requests
         }
         self._make_text()
-        self._state.lose_worker(self._state.geometry)
+        # steps are counted on, so that a result of a step before the fault is known as late
+        self._state.lose_worker(self._state.geometry, self._state.next_step_id)
         for answer in self._answers:
             if answer.request.request_id in suspects:
                 answer.num_faults += 1

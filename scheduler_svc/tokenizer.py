@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from jinja2 import TemplateError
+from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
 from scheduler_svc.errors import RequestRejected
-from scheduler_svc.text import Decode
+from scheduler_svc.text import Decode, Pieces
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Tokenizer:
         # Some tokenizer.json ask for cutting or padding: good for training, wrong for serving.
         self._rust.no_truncation()
         self._rust.no_padding()
+        self._pieces = {skip: Pieces(self.decoder(skip)) for skip in (False, True)}
         self.has_chat_template = wrapped.chat_template is not None
         self.eos_token_ids = _eos_token_ids(
             wrapped.eos_token_id,
@@ -103,6 +105,12 @@ class Tokenizer:
     def decoder(self, skip_special_tokens: bool) -> Decode:
         """`decode` as a function of the tokens alone, without any layer that costs time."""
         return partial(self._rust.decode, skip_special_tokens=skip_special_tokens)
+
+    def pieces(self, skip_special_tokens: bool) -> Pieces | None:
+        """The texts of single tokens, where joined they are the text; one object for all."""
+        if not isinstance(self._rust.decoder, decoders.ByteLevel):
+            return None
+        return self._pieces[skip_special_tokens]
 
 
 def _read_json(path: str, name: str) -> dict[str, Any] | None:

@@ -26,7 +26,14 @@ class MemoryLink:
         self.plans: deque[StepPlan] = deque()
         self.is_dropped = False
         self.on_message: Callable[[WorkerMessage], None] = lambda message: None
-        self.worker = ShadowWorker(geometry, num_rows, vocab_size)
+        self.num_workers = 0
+        self._new_worker()
+
+    def _new_worker(self) -> None:
+        self.worker = ShadowWorker(
+            self.geometry, self.num_rows, self.vocab_size, garbage_seed=self.num_workers
+        )
+        self.num_workers += 1
 
     def start(self, on_message: Callable[[WorkerMessage], None]) -> None:
         self.on_message = on_message
@@ -34,6 +41,8 @@ class MemoryLink:
     def send(self, message: link_pb2.Envelope, plan: StepPlan | None = None) -> None:
         if plan is None:
             self.sent.append(message)
+            if message.HasField("resume"):
+                self.worker.last_step = message.resume.next_step_id - 1
         else:
             self.plans.append(plan)
 
@@ -52,7 +61,7 @@ class MemoryLink:
         """A fresh worker process: new memory, no plans. The session is its own from now on."""
         self.is_dropped = False
         self.plans.clear()
-        self.worker = ShadowWorker(self.geometry, self.num_rows, self.vocab_size)
+        self._new_worker()
         self.say(hello=link_pb2.Hello(protocol=1, version="0", host="here", pid=1))
 
     def ready(self) -> None:
@@ -79,6 +88,7 @@ class MemoryLink:
                     for group in geometry.groups
                 ],
                 num_swap_chunks=geometry.num_swap_chunks,
+                overlaps_swap=geometry.overlaps_swap,
             )
         )
 
@@ -87,6 +97,7 @@ class MemoryLink:
         if not self.plans:
             return False
         result = self.worker.step(self.plans.popleft())
+        self.worker.finish(result.step_id)
         envelope = link_pb2.Envelope(step_result=link_pb2.StepResult(step_id=result.step_id))
         self.on_message(WorkerMessage(envelope, result))
         return True
@@ -95,5 +106,4 @@ class MemoryLink:
         """The oldest plan fails; it and all behind it are discarded until Resume."""
         step_id = self.plans[0].step_id if self.plans else -1
         self.plans.clear()
-        self.worker.last_step = -1
         self.say(fault=link_pb2.Fault(step_id=step_id, error=error, is_fatal=is_fatal))

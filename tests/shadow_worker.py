@@ -9,6 +9,10 @@ and the token sampled there is mix(sum over j <= p of (2j + 1) h_j, u) mod vocab
 read through the table; a sliding group sums over its window only. A wrong table, slot, length,
 chunk edge, early reuse or swapped row thus changes a token, now or a few steps later.
 `expected_tokens` computes the same from the request's tokens alone.
+
+Where the geometry says that swap overlaps the forward, swap-out copies are made as late as is
+legal: when the step's result is handed out (`finish`), which may be after the next step has
+computed. A block that is reused too early is then swapped out with its new content.
 """
 
 from __future__ import annotations
@@ -45,10 +49,12 @@ def _mix(a: _UInt64, b: _UInt64) -> _UInt64:
 class ShadowWorker:
     """Executes plans over `geometry`'s memory; vocabulary [0, vocab_size)."""
 
-    def __init__(self, geometry: Geometry, num_rows: int, vocab_size: int) -> None:
+    def __init__(
+        self, geometry: Geometry, num_rows: int, vocab_size: int, garbage_seed: int = 0
+    ) -> None:
         self.vocab_size = vocab_size
         self.page_size = geometry.page_size
-        garbage = np.random.default_rng(0)
+        garbage = np.random.default_rng(garbage_seed)
         self.kv = [
             garbage.integers(
                 1,
@@ -72,6 +78,9 @@ class ShadowWorker:
         self.most_tokens = 1 << 30  # of a request in the plans in flight: bounds sliding tables
         self.last_token = np.full(num_rows, UNKNOWN_TOKEN, np.int32)
         self.last_step = -1
+        self.overlaps_swap = geometry.overlaps_swap
+        # (step_id, group, block, swap block) of copies that are still to be made
+        self.late_copies: list[tuple[int, int, int, int]] = []
 
     def step(self, plan: StepPlan) -> StepResult:
         """Runs a plan, after taking it over the wire and before sending the result back."""
@@ -83,6 +92,17 @@ class ShadowWorker:
             result.queue_microseconds,
             *encode_result(result),
         )
+
+    def finish(self, step_id: int) -> None:
+        """The step's result is on its way: the copies of this step and those before are made."""
+        self._copy_late([copy for copy in self.late_copies if copy[0] <= step_id])
+
+    def _copy_late(self, copies: list[tuple[int, int, int, int]]) -> None:
+        for copy in copies:
+            _, group, block, swap_block = copy
+            page = self.kv[group].reshape(-1, self.page_size)[block]
+            self.swap[group][swap_block] = page
+            self.late_copies.remove(copy)
 
     def _step(self, plan: StepPlan) -> StepResult:
         assert plan.step_id == self.last_step + 1, (plan.step_id, self.last_step)
@@ -131,8 +151,12 @@ class ShadowWorker:
         pages = [kv.reshape(-1, self.page_size) for kv in self.kv]
         targets = [(group, swap_block) for group, _, swap_block in plan.swap_out.tolist()]
         assert len(set(targets)) == len(targets), "one swap block is written twice"
-        for group, block, swap_block in plan.swap_out.tolist():
-            self.swap[group][swap_block] = pages[group][block]
+        self.late_copies += [(plan.step_id, *triple) for triple in plan.swap_out.tolist()]
+        if not self.overlaps_swap:
+            self.finish(plan.step_id)
+        # what is swapped in must have come out before
+        wanted = {(group, swap_block) for group, swap_block, _ in plan.swap_in.tolist()}
+        self._copy_late([copy for copy in self.late_copies if (copy[1], copy[3]) in wanted])
         for group, swap_block, block in plan.swap_in.tolist():
             assert block >= self.reserved[group]
             pages[group][block] = self.swap[group][swap_block]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from protos.plan import StepResult
+from protos.plan import Int32, StepResult
 from scheduler_svc.core.request import FinishReason, Request, RequestState
 from scheduler_svc.core.state import InFlight, State
 
@@ -36,6 +36,8 @@ def absorb(state: State, result: StepResult) -> Absorbed:
     step = state.in_flight.popleft()
     assert why_not_the_result(step, result) is None, why_not_the_result(step, result)
     state.free_swap(step.freed_swap)
+    for _, tables in step.transfers.quarantined:
+        state.give_back(tables)
     rows = state.rows
     is_tenant = rows.generation[step.named] == step.generation  # not preempted meanwhile
     rows.num_in_flight[step.named[is_tenant]] -= 1
@@ -48,13 +50,6 @@ def absorb(state: State, result: StepResult) -> Absorbed:
     _publish(state, step, computed_here & ~rows.is_tainted[step.rows])
     _leave_behind(state, step, computed_here)
 
-    # the arrays first, for all rows at once; then the requests, one by one
-    kept = is_tenant[step.sampled_for]
-    sampled_rows = step.named[step.sampled_for][kept]
-    rows.known[sampled_rows] += 1
-    rows.outstanding[sampled_rows] -= 1
-    rows.last_token[sampled_rows] = result.token_ids[kept]
-
     absorbed = Absorbed()
     if not is_finite.all():
         absorbed.not_finite = [
@@ -62,23 +57,48 @@ def absorb(state: State, result: StepResult) -> Absorbed:
             for place in np.flatnonzero(~is_finite).tolist()
             if step.requests[place].state is not RequestState.FINISHED
         ]
-    samples = zip(
-        step.sampled.tolist(), step.sampled_for.tolist(), result.token_ids.tolist(), strict=True
-    )
-    for place, named, token_id in samples:
-        request = step.requests[named]
-        if request.state is RequestState.FINISHED or not is_finite[place]:
-            continue
+    _take_tokens(state, step, result.token_ids, is_tenant, is_finite, absorbed)
+    _release_ended(state, step)
+    return absorbed
+
+
+def _take_tokens(
+    state: State,
+    step: InFlight,
+    token_ids: Int32,
+    is_tenant: npt.NDArray[np.bool_],
+    is_finite: npt.NDArray[np.bool_],
+    absorbed: Absorbed,
+) -> None:
+    """The arrays for all rows at once; one by one only those with whom more happens than that
+    they get a token."""
+    rows = state.rows
+    has_row = is_tenant[step.sampled_for]
+    sampled_rows = step.named[step.sampled_for]
+    kept_rows = sampled_rows[has_row]
+    rows.known[kept_rows] += 1
+    rows.outstanding[kept_rows] -= 1
+    rows.last_token[kept_rows] = token_ids[has_row]
+
+    has_ended = has_row & rows.is_finished[sampled_rows]
+    for place in np.flatnonzero(~has_row).tolist():  # preempted, and perhaps ended after that
+        request = step.requests[step.sampled_for[place]]
+        has_ended[place] = request.state is RequestState.FINISHED
+    takes = is_finite[step.sampled] & ~has_ended
+    requests = list(map(step.requests.__getitem__, step.sampled_for[takes].tolist()))
+    tokens = token_ids[takes].tolist()
+    for request, token_id in zip(requests, tokens, strict=True):
         request.token_ids.append(token_id)
-        if request.state is RequestState.PREFILLING:
-            request.state = RequestState.DECODING
-        absorbed.tokens.append((request, token_id))
+    absorbed.tokens = list(zip(requests, tokens, strict=True))
+
+    may_end = ~has_row | (rows.known[sampled_rows] >= rows.limit[sampled_rows])
+    may_end |= rows.may_stop(sampled_rows, token_ids)
+    for place in np.flatnonzero(may_end[takes]).tolist():
+        request, token_id = absorbed.tokens[place]
         if token_id in request.sampling.stop_token_ids:
             state.finish(request, FinishReason.STOP, token_id)
         elif len(request.token_ids) == request.max_total_tokens:
             state.finish(request, FinishReason.LENGTH)
-    _release_ended(state, step)
-    return absorbed
 
 
 def _publish(state: State, step: InFlight, valid: npt.NDArray[np.bool_]) -> None:
@@ -87,17 +107,26 @@ def _publish(state: State, step: InFlight, valid: npt.NDArray[np.bool_]) -> None
         return
     rows = state.rows
     full = step.ends // np.int32(state.geometry.page_size)
-    for place in np.flatnonzero(valid & (full > rows.published[step.rows])).tolist():
-        row, request = int(step.rows[place]), step.requests[place]
+    begin = rows.published[step.rows]
+    places = np.flatnonzero(valid & (full > begin))
+    if not len(places):
+        return
+    filled = step.rows[places]
+    firsts = rows.table_first[:, filled].T.tolist()  # [n][G]
+    ends = []
+    for place, row, first_page, last_page, first in zip(
+        places.tolist(), filled.tolist(), begin[places].tolist(), full[places].tolist(), firsts,
+        strict=True,
+    ):  # fmt: skip
+        request = step.requests[place]
         # an ended request may have been computed past the tokens that it kept
-        end = min(int(full[place]), len(request.token_ids) // state.geometry.page_size)
-        for page in range(int(rows.published[row]), end):
-            blocks = [
-                int(rows.table[group, row, page]) if page >= rows.table_first[group, row] else -1
-                for group in range(len(state.allocators))
-            ]
-            state.prefix_cache.publish(request, page, blocks)
-        rows.published[row] = end
+        end = min(last_page, len(request.token_ids) // state.geometry.page_size)
+        for page in range(first_page, end):
+            blocks = rows.table[:, row, page].tolist()
+            has_left = [page < group_first for group_first in first]
+            state.prefix_cache.publish(request, page, blocks, has_left)
+        ends.append(end)
+    rows.published[filled] = ends
 
 
 def _leave_behind(state: State, step: InFlight, valid: npt.NDArray[np.bool_]) -> None:

@@ -55,8 +55,13 @@ def check(state: State) -> None:
     """Everything: each chunk and block accounted for, each request in exactly one place."""
     rows = state.rows
     check_rows(state, rows.order())
+    quarantined = [
+        tables
+        for transfers in [state.transfers, *(step.transfers for step in state.in_flight)]
+        for _, tables in transfers.quarantined
+    ]
     tables = [
-        [rows.blocks_of(group, row) for row in rows.running]
+        [rows.blocks_of(group, row) for row in rows.running] + [held[group] for held in quarantined]
         for group in range(len(state.allocators))
     ]
     _check_memory(state.pool, state.allocators, tables)

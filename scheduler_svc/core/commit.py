@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
+import numpy.typing as npt
 
 from protos.plan import Int32
 from scheduler_svc.core.batch import Admission, Decision
@@ -19,17 +22,19 @@ def commit(state: State, decision: Decision) -> InFlight | None:
     for request in decision.offloads:
         state.offload(request)
     if not len(decision.rows):
+        state.recall_offloads()
         return None
     table, rows = state.rows, decision.rows
     # all sharing before any taking: what is shared must not be reclaimed for somebody else
     for admission in decision.admissions:
         _assign(state, admission)
-    state.pool.num_spare = _spare_chunks(state, decision)
+    tail_copies = _still_shared(state, decision)
+    state.pool.num_spare = _spare_chunks(state, decision, tail_copies)
     freed_swap = [
         swapped for admission in decision.admissions for swapped in _restore(state, admission)
     ]
     for group in range(len(state.allocators)):
-        _copy_tails(state, group, rows[decision.tail_copies[group] > 0])
+        _copy_tails(state, group, rows[tail_copies[group]])
         _extend_tables(state, group, rows, decision.new_blocks[group])
 
     # a row that has ended is computed on only under the static policy: its last token, again
@@ -38,16 +43,19 @@ def commit(state: State, decision: Decision) -> InFlight | None:
     samples = table.computed[rows] == table.known[rows] + table.outstanding[rows]
     samples &= ~table.is_finished[rows]
     table.outstanding[rows[samples]] += 1
-    table.is_decoding[rows[samples]] = True
     sampled = np.flatnonzero(samples)
+    for row in rows[sampled[~table.is_decoding[rows[sampled]]]].tolist():
+        table.is_decoding[row] = True
+        table.running[row].state = RequestState.DECODING
     sampled_for = sampled
     named = rows
-    requests = [table.running[row] for row in rows.tolist()]
+    requests = list(map(table.running.__getitem__, rows.tolist()))
     new_tenants = [admission.request.row for admission in decision.admissions]
-    if any(requests[place].siblings for place in sampled.tolist()):
+    parents = sampled[table.will_fork[rows[sampled]]]
+    if len(parents):
         forks = [
             (place, sibling)
-            for place in sampled.tolist()
+            for place in parents.tolist()
             for sibling in _fork(state, requests[place])
         ]
         new_tenants += [sibling.row for _, sibling in forks]
@@ -76,11 +84,25 @@ def commit(state: State, decision: Decision) -> InFlight | None:
     return step
 
 
-def _spare_chunks(state: State, decision: Decision) -> int:
+def _still_shared(state: State, decision: Decision) -> npt.NDArray[np.bool_]:
+    """Which of the decided tail copies are needed: not those of whom every sharer has copied or
+    was preempted after the copy had been decided. [G, R]"""
+    is_needed = decision.tail_copies > 0
+    copied: Counter[tuple[int, int]] = Counter()  # (group, block)
+    for group, place in np.argwhere(is_needed).tolist():
+        row = int(decision.rows[place])
+        tail = state.rows.tail_block(group, row, state.geometry.page_size)
+        owners = int(state.allocators[group].owners[tail]) - copied[group, tail]
+        is_needed[group, place] = owners > 1
+        copied[group, tail] += 1
+    return is_needed
+
+
+def _spare_chunks(state: State, decision: Decision, tail_copies: npt.NDArray[np.bool_]) -> int:
     """Free chunks that the decision leaves, though it first uses up what the groups hold."""
     spare = state.pool.num_free
     for group, allocator in enumerate(state.allocators):
-        count = int(decision.new_blocks[group].sum() + decision.tail_copies[group].sum())
+        count = int(decision.new_blocks[group].sum() + tail_copies[group].sum())
         count += sum(int((a.tables[group] < 0).sum()) for a in decision.admissions)
         spare -= allocator.chunks_for(count, allocator.num_free)
     assert spare >= 0, f"decided on {-spare} chunks more than there are"
@@ -160,8 +182,10 @@ def _fork(state: State, parent: Request) -> list[Request]:
     """The siblings, now sharing all blocks of the prompt that this step completes."""
     rows, row = state.rows, parent.row
     siblings, parent.siblings = parent.siblings, []
+    rows.will_fork[row] = False
     for sibling in siblings:
         rows.awaits_fork[sibling.row] = False
+        sibling.state = RequestState.DECODING
         for name in ("computed", "outstanding", "is_decoding", "published"):
             getattr(rows, name)[sibling.row] = getattr(rows, name)[row]
         pages = -(-int(rows.computed[row]) // state.geometry.page_size)

@@ -55,6 +55,9 @@ class Geometry:
     groups: tuple[GroupGeometry, ...]
     max_model_len: int  # prompt + output tokens of one request
     num_swap_chunks: int = 0
+    # the worker copies swapped-out blocks beside the forward: it reads them until the result of
+    # the plan that says so is back
+    overlaps_swap: bool = False
 
     @property
     def usable_chunks(self) -> int:

@@ -17,8 +17,9 @@ def pack(state: State, step: InFlight) -> StepPlan:
     table_start, blocks = _tables(state, step.rows)
     sampling = step.named[step.sampled_for]  # rows that get a token
     num_samples = len(sampling)
-    # siblings that are forked off sample from the same logits
-    logits_of, sample_logits = np.unique(step.sampled, return_inverse=True)
+    logits_of, sample_logits = step.sampled, np.arange(num_samples)
+    if len(step.named) > len(step.rows):  # siblings are forked off, and sample the same logits
+        logits_of, sample_logits = np.unique(step.sampled, return_inverse=True)
     return StepPlan(
         step_id=step.step_id,
         awaits_mask=False,
@@ -72,7 +73,9 @@ def _token_ids(state: State, step: InFlight, query_start_loc: Int32) -> Int32:
     for place in np.flatnonzero(~at_end).tolist():
         start, count = int(first[place]), int(step.num_new_tokens[place])
         offset = query_start_loc[place]
-        token_ids[offset : offset + count] = step.requests[place].token_ids[start : start + count]
+        tokens = step.requests[place].token_ids[start : start + count]
+        # none: an ended row of a static batch, past what it kept, where any token will do
+        token_ids[offset : offset + count] = tokens or rows.last_token[step.rows[place]]
     return token_ids
 
 

@@ -124,11 +124,12 @@ class PrefixCache:
         for name in self.to_promise(request, first_page):
             self._promised.setdefault(name, request)
 
-    def publish(self, request: Request, page: int, blocks: list[int]) -> None:
-        """Names the blocks [G] that hold the request's page; the promise is kept. -1: has none."""
+    def publish(self, request: Request, page: int, blocks: list[int], has_left: list[bool]) -> None:
+        """Names the blocks [G] that hold the request's page, those that have not left a window;
+        the promise is kept."""
         name = block_names(request, self._page_size, page + 1)[page]
-        for allocator, block in zip(self._allocators, blocks, strict=True):
-            if block >= 0:
+        for allocator, block, is_gone in zip(self._allocators, blocks, has_left, strict=True):
+            if not is_gone:
                 allocator.publish(block, name)
         if self._promised.get(name) is request:
             del self._promised[name]

@@ -10,11 +10,16 @@ stored by plans in flight), `known` is what has *come back*.
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 import numpy.typing as npt
 
 from protos.plan import Int32
 from scheduler_svc.core.request import NO_ROW, Request
+
+MAX_STOP_IDS: Final = 4  # of a request that are compared as arrays; more are rare, and slower
+NO_TOKEN: Final = -1
 
 
 class Rows:
@@ -30,6 +35,7 @@ class Rows:
         self.is_decoding = np.zeros(num_rows, np.bool_)  # [N] all known tokens are scheduled
         self.is_finished = np.zeros(num_rows, np.bool_)  # [N] ended, but a plan names the row
         self.awaits_fork = np.zeros(num_rows, np.bool_)  # [N] a sibling whose prompt is not done
+        self.will_fork = np.zeros(num_rows, np.bool_)  # [N] the one that they wait for
         self.is_tainted = np.zeros(num_rows, np.bool_)  # [N] some of its KV is not finite
         self.num_in_flight = np.zeros(num_rows, np.int32)  # [N] plans that name the row
         self.generation = np.zeros(num_rows, np.int32)  # [N] counts the tenants that have left
@@ -41,6 +47,8 @@ class Rows:
         self.min_p = np.zeros(num_rows, np.float32)  # [N]
         self.seed = np.zeros(num_rows, np.uint64)  # [N]
         self.sibling = np.zeros(num_rows, np.uint64)  # [N] index among its siblings
+        self.stop_ids = np.full((num_rows, MAX_STOP_IDS), NO_TOKEN, np.int32)  # [N, K]
+        self.has_more_stops = np.zeros(num_rows, np.bool_)  # [N] than K: ask the request
 
         # a block table has entries for pages table_first to table_len - 1 of the request
         self.table = np.zeros((num_groups, num_rows, table_width), np.int32)  # [G, N, W] blocks
@@ -79,6 +87,7 @@ class Rows:
         self.is_decoding[row] = False
         self.is_finished[row] = False
         self.awaits_fork[row] = False
+        self.will_fork[row] = bool(request.siblings)
         self.is_tainted[row] = False
         self.num_in_flight[row] = 0
         self.published[row] = 0
@@ -91,6 +100,10 @@ class Rows:
         self.min_p[row] = sampling.min_p
         self.seed[row] = sampling.seed
         self.sibling[row] = request.index
+        stops = sorted(sampling.stop_token_ids)
+        self.has_more_stops[row] = len(stops) > MAX_STOP_IDS
+        self.stop_ids[row] = NO_TOKEN
+        self.stop_ids[row, : len(stops)] = stops[:MAX_STOP_IDS]
 
     def vacate(self, request: Request) -> None:
         """Takes the row back; its block tables must be empty."""
@@ -109,6 +122,11 @@ class Rows:
         """Which rows have more to sample than what is planned already. [n]"""
         is_live = ~self.is_finished[rows]
         return is_live & (self.known[rows] + self.outstanding[rows] < self.limit[rows])
+
+    def may_stop(self, rows: Int32, token_ids: Int32) -> npt.NDArray[np.bool_]:
+        """Which rows may end with these tokens by a stop token, for the request to say. [n]"""
+        is_stop: npt.NDArray[np.bool_] = (self.stop_ids[rows] == token_ids[:, None]).any(axis=1)
+        return is_stop | self.has_more_stops[rows]
 
     def blocks_of(self, group: int, row: int) -> Int32:
         """The row's block table in a group. [table_len - table_first]"""

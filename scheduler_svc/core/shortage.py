@@ -12,7 +12,8 @@ waits while rows or blocks are over 90 % in use; and fewer than 10 % of the bloc
 the least urgent running request is less urgent than another.
 
 A victim keeps its tokens and waits in its old place; its KV goes to the swap pool if that has
-room (`by_kind`), else it is computed again.
+room (`by_kind`), else it is computed again. Where the worker copies beside the forward, an
+offloaded one's blocks are not free at once: they count as coming, as above.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Final
 
 import numpy as np
 
+from protos.plan import Int32
 from scheduler_svc.core.batch import Batch, blocks_needed
 from scheduler_svc.core.request import Request, RequestState
 from scheduler_svc.core.room import Room
@@ -35,7 +37,7 @@ def choose_victims(state: State, room: Room) -> list[Request]:
     if not state.policy.by_priority:
         return []
     active = _active(state)
-    if len(active) < 2:
+    if len(active) < 2 or _quarantined(state):
         return []
     victim = max(active, key=lambda r: (r.priority, -r.num_output_tokens, r.ticket))
     urgency = state.policy.urgency
@@ -53,7 +55,8 @@ def choose_victims(state: State, room: Room) -> list[Request]:
     is_low = free < LOW_SHARE and most_urgent < victim.priority
     if not (is_full and is_overtaken) and not is_low:
         return []
-    room.give_row(state.rows, victim.row)
+    for request in _free_at_once(state, [victim]):
+        room.give_row(state.rows, request.row)
     return [victim]
 
 
@@ -64,6 +67,9 @@ def relieve(state: State, batch: Batch, victims: list[Request]) -> list[Request]
     needs = {row: _need(state, row) for row in batch.stalled}
     spared = batch.scheduled() | {request.row for request in victims}
     chosen = _cover(state, batch.room, needs, spared, len(victims))
+    for request in _free_at_once(state, victims + chosen):
+        if request not in victims:
+            batch.room.give_row(state.rows, request.row)
     reset = {request.row for request in chosen}
     stalled, batch.stalled = batch.stalled, []
     for row in stalled:
@@ -100,10 +106,24 @@ def by_kind(state: State, victims: list[Request]) -> tuple[list[Request], list[R
     return soft_resets, offloads
 
 
+def _free_at_once(state: State, victims: list[Request]) -> list[Request]:
+    """Those of the victims whose blocks this step may have already."""
+    soft_resets, offloads = by_kind(state, victims)
+    return soft_resets if state.geometry.overlaps_swap else soft_resets + offloads
+
+
+def _quarantined(state: State) -> list[list[Int32]]:
+    """Block tables [G] that come free with a result."""
+    return [tables for step in state.in_flight for _, tables in step.transfers.quarantined]
+
+
 def _cover(
     state: State, room: Room, needs: dict[int, list[int]], spared: set[int], gone: int
 ) -> list[Request]:
     coming = room.copy()
+    for tables in _quarantined(state):
+        for group, blocks in enumerate(tables):
+            coming.give(group, blocks)
     order = state.rows.order()
     ending = order[~state.rows.goes_on(order)].tolist()
     for row in ending:
@@ -117,7 +137,6 @@ def _cover(
             break
         if request.row in spared:
             continue
-        room.give_row(state.rows, request.row)
         coming.give_row(state.rows, request.row)
         needs.pop(request.row, None)
         chosen.append(request)

@@ -1,8 +1,8 @@
 """Every fact about every live request, and the few operations that move one between states.
 
-    submit ─▶ PENDING ──assign──▶ PREFILLING ──first token──▶ DECODING ──▶ FINISHED
-                 ▲                     │                          │
-                 └─soft_reset, offload─┴──────────────────────────┘
+    submit ─▶ PENDING ──assign──▶ PREFILLING ──last chunk planned──▶ DECODING ──▶ FINISHED
+                 ▲                     │                                 │
+                 └─soft_reset, offload─┴─────────────────────────────────┘
 
 A finished request that plans in flight still name keeps its row and blocks until the last of
 them has returned: `release` gives them back, once, and is the only place that does.
@@ -43,6 +43,8 @@ class Transfers:
     swap_out: list[tuple[int, int, int]] = field(default_factory=list)  # block → swap block
     swap_in: list[tuple[int, int, int]] = field(default_factory=list)  # swap block → block
     copy: list[tuple[int, int, int]] = field(default_factory=list)  # block → block
+    # blocks [G] that the worker may read for swap_out until the plan's result is back
+    quarantined: list[tuple[Request, list[Int32]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,8 +162,7 @@ class State:
         if request in self.pending:
             self.pending.remove(request)
         if request.swapped is not None:
-            self._drop_swapped(request.swapped)
-            request.swapped = None
+            self._drop_swapped(request, request.swapped)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.stop_token_id = stop_token_id
@@ -189,14 +190,22 @@ class State:
     def release(self, request: Request) -> None:
         """Gives back the blocks and the row of a request."""
         self.prefix_cache.break_promises(request)
-        for group, allocator in enumerate(self.allocators):
-            # the last block first: what comes first in a table is reclaimed last
-            allocator.give(self.rows.take_blocks(group, request.row)[::-1])
+        self.give_back(self._take_tables(request.row))
         self.rows.vacate(request)
         for sibling in request.siblings:
             if sibling.row != NO_ROW:
                 self.rows.vacate(sibling)
                 sibling.state = RequestState.PENDING
+
+    def _take_tables(self, row: int) -> list[Int32]:
+        """The row's block tables [G], which are empty after that."""
+        return [self.rows.take_blocks(group, row) for group in range(len(self.allocators))]
+
+    def give_back(self, tables: list[Int32]) -> None:
+        """Takes one owner from every block of these tables [G]."""
+        for allocator, blocks in zip(self.allocators, tables, strict=True):
+            # the last block first: what comes first in a table is reclaimed last
+            allocator.give(blocks[::-1])
 
     def soft_reset(self, request: Request) -> None:
         """Takes everything from a running request but its tokens; it waits in its old place.
@@ -218,7 +227,8 @@ class State:
         """Moves a running request's KV to the swap pool, with the next plan; it waits for space.
 
         The caller has seen that the swap pool has room. What a plan in flight computes for it
-        counts: the copy is made after that plan.
+        counts: the copy is made after that plan. Where the worker copies beside the forward, the
+        blocks stay owned until the plan's result is back: who gets them writes in that plan.
         """
         row = request.row
         first_pages, swap_tables = [], []
@@ -232,18 +242,36 @@ class State:
         request.swapped = Swapped(
             int(self.rows.computed[row]), tuple(first_pages), tuple(swap_tables)
         )
+        if self.geometry.overlaps_swap:
+            self.transfers.quarantined.append((request, self._take_tables(row)))
         self._requeue(request)
         request.num_preemptions += 1
         self.counters.offloads += 1
 
-    def _drop_swapped(self, swapped: Swapped) -> None:
+    def recall_offloads(self) -> None:
+        """No plan will carry the copies that wait for one: what is quarantined for them is free
+        at once, and who was to be offloaded is computed again, as after a soft reset."""
+        for request, _ in list(self.transfers.quarantined):
+            assert request.swapped is not None, f"{request.name} has no KV to lose"
+            self._drop_swapped(request, request.swapped)
+            self.counters.offloads -= 1
+            self.counters.soft_resets += 1
+
+    def _drop_swapped(self, request: Request, swapped: Swapped) -> None:
         """Gives swap blocks back; while plans are in flight, with the newest one's result."""
+        request.swapped = None
         freed = list(enumerate(swapped.blocks))
         # copies that no plan has carried yet are not made any more
         places = {(group, block) for group, blocks in freed for block in blocks.tolist()}
         self.transfers.swap_out = [
             triple for triple in self.transfers.swap_out if (triple[0], triple[2]) not in places
         ]
+        waiting, self.transfers.quarantined = self.transfers.quarantined, []
+        for holder, tables in waiting:
+            if holder is request:
+                self.give_back(tables)
+            else:
+                self.transfers.quarantined.append((holder, tables))
         if self.in_flight:
             self.in_flight[-1].freed_swap.extend(freed)
         else:
@@ -264,15 +292,16 @@ class State:
         self.pool.flush()
         return num_named
 
-    def lose_worker(self, geometry: Geometry = NO_MEMORY) -> None:
+    def lose_worker(self, geometry: Geometry = NO_MEMORY, first_step_id: int = 0) -> None:
         """All KV is gone: every running request waits again, plans in flight are forgotten.
 
-        `geometry` is the memory of the worker that comes next. Requests keep every token that
-        has come back; what was sampled but never returned is sampled again, to the same end.
+        `geometry` is the memory of the worker that comes next, `first_step_id` what its steps are
+        counted from. Requests keep every token that has come back; what was sampled but never
+        returned is sampled again, to the same end.
         """
         self.in_flight.clear()
         self.transfers = Transfers()
-        self.next_step_id = 0  # each session counts its steps from 0
+        self.next_step_id = first_step_id
         self.rows.num_in_flight[:] = 0
         for request in list(self.rows.running.values()):
             if request.row == NO_ROW or self.rows.awaits_fork[request.row]:

@@ -129,6 +129,7 @@ class MemoryMachine(RuleBasedStateMachine):
         depth=st.integers(1, 2),
         policy=st.sampled_from(["fifo", "prefill_first", "priority"]),
         is_sharing=st.booleans(),
+        overlaps_swap=st.booleans(),
     )
     def start(
         self,
@@ -139,6 +140,7 @@ class MemoryMachine(RuleBasedStateMachine):
         depth: int,
         policy: str,
         is_sharing: bool,
+        overlaps_swap: bool,
     ) -> None:
         self.sim = Simulation(
             Setup(
@@ -149,6 +151,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 max_plans_in_flight=depth,
                 policy=policy,
                 allow_block_sharing=is_sharing,
+                overlaps_swap=overlaps_swap,
                 max_batch_tokens=12,
                 max_requests=5,
                 max_model_len=40,

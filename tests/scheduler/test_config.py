@@ -30,7 +30,7 @@ def test_defaults_are_valid_and_as_documented() -> None:
     assert config.worker_address.startswith("ipc://")
     assert config.safety_margin is None
     assert (config.allow_block_sharing, config.cpu_offload_space) == (True, 0.0)
-    assert config.use_async_batching is False
+    assert config.use_async_batching is True
 
 
 def test_each_source_wins_over_the_next(tmp_path: Path) -> None:
@@ -143,16 +143,18 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: str, parts: list[str]) -
 @pytest.mark.parametrize("margin", [None, 0.4])
 def test_the_engine_does_what_is_set(policy: Policy, margin: float | None) -> None:
     """A setting that is accepted, shown, and never reaches the scheduler."""
-    arguments = f"--scheduler-type {policy.name} --allow-block-sharing=false --use-async-batching"
+    arguments = (
+        f"--scheduler-type {policy.name} --allow-block-sharing=false --use-async-batching=false"
+    )
     given = [] if margin is None else [f"--safety-margin={margin}"]
     config = load_config([*arguments.split(), *given], {})
     state = make_engine(config, lambda events: None, lambda status: None)._state
     assert state.policy is policy
     assert state.limits.safety_margin == (policy.safety_margin if margin is None else margin)
-    assert (state.limits.allow_block_sharing, state.limits.max_plans_in_flight) == (False, 2)
+    assert (state.limits.allow_block_sharing, state.limits.max_plans_in_flight) == (False, 1)
     state = make_engine(Config(), lambda events: None, lambda status: None)._state
     assert state.policy is FIFO
-    assert (state.limits.allow_block_sharing, state.limits.max_plans_in_flight) == (True, 1)
+    assert (state.limits.allow_block_sharing, state.limits.max_plans_in_flight) == (True, 2)
 
 
 def test_other_variables_are_left_alone() -> None:

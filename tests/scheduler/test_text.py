@@ -16,6 +16,7 @@ from scheduler_svc.text import (
     REPLACEMENT,
     Detokenizer,
     OutputText,
+    Pieces,
     StopStrings,
 )
 from tests.scheduler.small_tokenizers import byte_level, metaspace
@@ -270,6 +271,22 @@ def test_joined_deltas_are_the_truncated_full_decode(
     deltas = stream(output, ids)
     assert "".join(deltas) == want
     assert output.matched_stop == matched
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    tokenizer=st.sampled_from([BYTES, MERGED]),
+    ids=st.lists(st.integers(0, 257), max_size=60)
+    | st.text(alphabet="abEND €ก\n👩\ufffd").map(lambda text: encode(MERGED, text)),
+    num_prompt=st.integers(0, 10),
+)
+def test_pieces_change_nothing(tokenizer: Tokenizer, ids: list[int], num_prompt: int) -> None:
+    """The plain twin of looking texts up, delta by delta, whatever bytes a model emits."""
+    texts = [
+        stream(OutputText(decoder(tokenizer), ids[:num_prompt], pieces=pieces), ids[num_prompt:])
+        for pieces in (None, Pieces(decoder(tokenizer)))
+    ]
+    assert texts[0] == texts[1]
 
 
 @settings(max_examples=150, deadline=None)

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from scheduler_svc.tokenizer import Tokenizer
-from tests.scheduler.small_tokenizers import byte_level, chat
+from tests.scheduler.small_tokenizers import byte_level, chat, metaspace
 
 
 @pytest.fixture
@@ -101,6 +102,19 @@ def test_decoder_is_decode() -> None:
     ids = byte_level().encode("<|im_start|>x").ids
     for skip in (True, False):
         assert tokenizer.decoder(skip)(ids) == tokenizer.decode(ids, skip)
+
+
+def test_only_decoders_that_join_their_tokens_have_pieces() -> None:
+    """sentencepiece's kind strips a first space: joined, single tokens would lose every space."""
+    tokenizer = Tokenizer(chat())
+    pieces, shown = tokenizer.pieces(True), tokenizer.pieces(False)
+    assert pieces is not None
+    assert shown is not None
+    ids = tokenizer.encode("<|im_start|>x y")
+    assert "".join(pieces[token_id] for token_id in ids) == "x y"
+    assert "".join(shown[token_id] for token_id in ids) == "<|im_start|>x y"
+    assert tokenizer.pieces(True) is pieces
+    assert Tokenizer(PreTrainedTokenizerFast(tokenizer_object=metaspace())).pieces(True) is None
 
 
 def test_the_scheduler_process_never_imports_torch(folder: Path) -> None:

@@ -1,8 +1,9 @@
 """A long simulation of everything at once: `python -m tests.sim.million [--steps 1000000]`.
 
 Random arrivals in waves, aborts, priorities, forks, shared prefixes and shortage, over a hybrid
-memory with a small swap pool, two plans in flight; every token is checked as its request ends,
-the rows of every step, and the whole state every 100 steps. Prints what happened.
+memory with a small swap pool that is copied beside the steps, two plans in flight, results at any
+moment, workers that fail and die; every token is checked as its request ends, the rows of every
+step, and the whole state every 100 steps. Prints what happened.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from scheduler_svc.core.request import FinishReason, NewRequest
+from tests.sim.timings import AnyTiming
 from tests.sim.workload import Setup, Simulation, expected, random_requests
 
 SETUP = Setup(
@@ -22,6 +24,7 @@ SETUP = Setup(
     page_size=4,
     groups=((0, 2), (9, 3)),
     swap_chunks=30,
+    overlaps_swap=True,
     max_batch_tokens=64,
     max_requests=16,
     max_model_len=64,
@@ -38,6 +41,7 @@ class Tally:
     requests: int = 0
     tokens: int = 0
     aborts: int = 0
+    deaths: int = 0
     forks: int = 0
     cached_tokens: int = 0
     counters: dict[str, int] = field(default_factory=dict)
@@ -47,10 +51,11 @@ def run(steps: int, seed: int = 0, setup: Setup = SETUP, show: bool = False) -> 
     """Runs at least so many steps, to the end of the last wave."""
     rng = np.random.default_rng(seed)
     simulation = Simulation(setup, seed)
+    timing = AnyTiming(simulation, rng)
     tally = Tally()
     started = time.monotonic()
     while simulation.outcome.steps < steps:
-        _wave(simulation, rng, tally)
+        _wave(simulation, timing, rng, tally)
         if show:
             rate = simulation.outcome.steps / (time.monotonic() - started)
             print(
@@ -64,12 +69,15 @@ def run(steps: int, seed: int = 0, setup: Setup = SETUP, show: bool = False) -> 
     simulation.run()
     tally.steps = simulation.outcome.steps
     tally.forks = simulation.outcome.forks
+    tally.deaths = simulation.outcome.lost_workers
     counters = simulation.state.counters
     tally.counters = {name: getattr(counters, name) for name in counters.__slots__}
     return tally
 
 
-def _wave(simulation: Simulation, rng: np.random.Generator, tally: Tally) -> None:
+def _wave(
+    simulation: Simulation, timing: AnyTiming, rng: np.random.Generator, tally: Tally
+) -> None:
     setup = simulation.setup
     requests = [
         replace(new, request_id=f"{tally.requests + i}")
@@ -88,15 +96,12 @@ def _wave(simulation: Simulation, rng: np.random.Generator, tally: Tally) -> Non
     ]
     tally.requests += WAVE
     waiting = list(reversed(requests))
-    rate = float(rng.choice([0.3, 1.0, 4.0]))  # requests a turn: idle, busy, flooded
+    rate = float(rng.choice([0.3, 1.0, 4.0]))  # requests a move: idle, busy, flooded
     while waiting or len(simulation.state.requests) > 4:
         for _ in range(min(len(waiting), int(rng.poisson(rate)))):
             assert simulation.submit(waiting.pop()) is not None
-        if simulation.state.requests and rng.random() < 0.02:
-            simulation.abort(str(rng.choice(list(simulation.state.requests))))
-        assert simulation.turn() or waiting, "wedged"
-    while simulation.state.requests:
-        assert simulation.turn(), "wedged"
+        timing.move()
+    simulation.run()
     _check_wave(simulation, requests, tally)
 
 

@@ -18,6 +18,7 @@ def check(steps: int, show: Callable[[str], None]) -> None:
     assert tally.counters["soft_resets"]
     assert tally.forks
     assert tally.aborts
+    assert tally.deaths
     assert tally.cached_tokens
 
 

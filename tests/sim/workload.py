@@ -41,6 +41,7 @@ class Setup:
     max_plans_in_flight: int = 1
     groups: tuple[tuple[int, int], ...] = ((0, 1),)  # (sliding window or 0, blocks per chunk)
     swap_chunks: int = 0
+    overlaps_swap: bool = False
     allow_block_sharing: bool = True
     policy: str = "fifo"
     vocab_size: int = 50
@@ -58,6 +59,7 @@ class Setup:
             ),
             max_model_len=self.max_model_len,
             num_swap_chunks=self.swap_chunks,
+            overlaps_swap=self.overlaps_swap,
         )
 
     def limits(self) -> Limits:
@@ -86,6 +88,7 @@ class Outcome:
     chunked_prefills: int = 0
     mixed_steps: int = 0
     most_running: int = 0
+    lost_workers: int = 0
     trace: list[bytes] = field(default_factory=list)
 
 
@@ -103,18 +106,42 @@ class Simulation:
         self.setup = setup
         self.rng = np.random.default_rng(seed)
         self.state = State(setup.limits(), setup.geometry(), POLICIES[setup.policy])
-        # a shuffled pool, so that a stale read cannot pass by luck
-        self.rng.shuffle(self.state.pool.clean)
-        self.rng.shuffle(self.state.swap_pool.clean)
-        self.worker = ShadowWorker(setup.geometry(), setup.max_requests, setup.vocab_size)
+        self.results: deque = deque()
+        self.outcome = Outcome()
+        self.keep_trace = keep_trace
+        self._connect(garbage_seed=0)
+
+    def _connect(self, garbage_seed: int) -> None:
+        """A fresh worker."""
+        setup = self.setup
+        self._shuffle()
+        self.worker = ShadowWorker(
+            setup.geometry(), setup.max_requests, setup.vocab_size, garbage_seed
+        )
         self.worker.most_tokens = setup.max_batch_tokens * setup.max_plans_in_flight
         self.pristine = [
             kv[: setup.page_size * blocks].copy()
             for kv, (_, blocks) in zip(self.worker.kv, setup.groups, strict=True)
         ]
-        self.results: deque = deque()
-        self.outcome = Outcome()
-        self.keep_trace = keep_trace
+
+    def _shuffle(self) -> None:
+        """A shuffled pool, so that a stale read cannot pass by luck."""
+        self.rng.shuffle(self.state.pool.clean)
+        self.rng.shuffle(self.state.swap_pool.clean)
+
+    def lose_worker(self) -> None:
+        """It dies with all its memory, and what it had not answered; another one comes."""
+        self.results.clear()
+        self.state.lose_worker(self.setup.geometry())
+        self.outcome.lost_workers += 1
+        self._connect(garbage_seed=self.outcome.lost_workers)
+
+    def fail_step(self) -> None:
+        """The worker reports a fault: what it had not answered is given up, and all its KV."""
+        self.results.clear()
+        self.worker.late_copies.clear()
+        self.state.lose_worker(self.setup.geometry(), self.state.next_step_id)
+        self._shuffle()
 
     def submit(self, new: NewRequest) -> Request | None:
         is_reserved = self.state.policy.holds_finished
@@ -138,13 +165,18 @@ class Simulation:
         if len(self.state.in_flight) >= self.setup.max_plans_in_flight:
             return False
         decision = decide(self.state)
+        may_recall = bool(self.state.transfers.quarantined)
         step = commit(self.state, decision)
         self.outcome.counters = self.state.counters
         if step is None:
-            return not decision.is_empty
+            return not decision.is_empty or may_recall
         plan = pack(self.state, step)
         assert plan.query_start_loc[-1] <= self.setup.max_batch_tokens
         assert len(step.rows) <= self.setup.max_requests
+        if not self.state.policy.holds_finished:
+            # a last token is never computed: whoever must end by length is not planned again
+            limits = [request.max_total_tokens for request in step.requests[: len(step.rows)]]
+            assert (plan.seq_lens < limits).all(), "planned past the end by length"
         self.outcome.forks += len(step.named) - len(step.rows)
         self.outcome.tail_copies += len(step.transfers.copy)
         if self.keep_trace:
@@ -164,7 +196,9 @@ class Simulation:
         return True
 
     def absorb(self) -> None:
-        absorbed = absorb(self.state, self.results.popleft())
+        result = self.results.popleft()
+        self.worker.finish(result.step_id)
+        absorbed = absorb(self.state, result)
         for request, token_id in absorbed.tokens:
             self.outcome.tokens[key(request)].append(token_id)
             if request.finish_reason is not None:

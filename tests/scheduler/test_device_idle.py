@@ -1,0 +1,83 @@
+"""How long the device waits for the scheduler between two steps: `engine`, link and text are
+real; the worker is another process, whose device only waits (simulated_worker.py)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from protos import link_pb2
+from scheduler_svc.core.limits import Limits
+from scheduler_svc.core.request import NewRequest
+from scheduler_svc.engine import Engine
+from scheduler_svc.events import Event, Finished, Submission
+from scheduler_svc.text import OutputText
+from scheduler_svc.worker_link import WorkerLink
+from tests.scheduler.small_tokenizers import byte_level
+
+STEP_MS = 5.0
+NUM_REQUESTS = 256
+MAX_TOKENS = 200
+
+
+def gaps(folder: Path, depth: int) -> np.ndarray:
+    """Idle time before each step of 256 decoding requests, as a share of a step. [steps]"""
+    address = f"ipc://{folder}/{depth}"
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "tests.scheduler.simulated_worker", address,
+         "--step-ms", str(STEP_MS)],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    ended, remaining = threading.Event(), NUM_REQUESTS
+
+    def deliver(events: list[Event]) -> None:
+        nonlocal remaining
+        remaining -= sum(isinstance(event, Finished) for event in events)
+        if not remaining:
+            ended.set()
+
+    engine = Engine(
+        Limits(4096, NUM_REQUESTS, safety_margin=0.0, max_plans_in_flight=depth),
+        link_pb2.Configure(model="simulated"),
+        WorkerLink(address, boot_id=1),
+        deliver,
+        lambda status: None,
+        heartbeat_timeout=60.0,
+    )
+    engine.start()
+    decode = byte_level().decode
+    try:
+        for number in range(NUM_REQUESTS):
+            prompt = [number % 250, number // 250, *range(14)]
+            new = NewRequest(f"r{number}", prompt, MAX_TOKENS)
+            engine.submit(Submission(new, [OutputText(decode, prompt)]))
+        assert ended.wait(60), f"{remaining} requests have not ended"
+    finally:
+        engine.stop()
+        said, _ = process.communicate(timeout=20)
+    steps = json.loads(said)
+    return np.array([gap for rows, gap in steps if rows == NUM_REQUESTS]) / (STEP_MS / 1000)
+
+
+@pytest.mark.timeout(120)
+def test_the_device_waits_for_the_scheduler(tmp_path: Path, show: Callable[[str], None]) -> None:
+    """Run-ahead that does not run ahead: the device idles while Python thinks."""
+    found = {}
+    for depth in (1, 2):
+        shares = gaps(tmp_path, depth)
+        assert len(shares) > MAX_TOKENS / 2
+        found[depth] = float(np.median(shares))
+        show(
+            f"device idle between steps of {STEP_MS:g} ms, {NUM_REQUESTS} requests, "
+            f"{'with' if depth == 2 else 'without'} run-ahead: median {found[depth]:.1%} of a "
+            f"step, mean {shares.mean():.1%}, worst of ten {np.quantile(shares, 0.9):.1%}"
+        )
+    assert found[2] < 0.05
+    assert found[2] < found[1]
