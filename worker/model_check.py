@@ -23,7 +23,7 @@ from worker.geometry import Geometry, UnsupportedModel
 from worker.packed_linear import PackedLinear
 
 _PROBE_TOKENS: Final = 3
-_TRIED_ROWS: Final = (2, 3, 5, 9)  # multiples of the deterministic row count
+_TRIED_ROWS: Final = (2, 3, 5, 9, 17)  # multiples of the deterministic row count
 
 
 def check_config(text_config: Any) -> None:
