@@ -99,7 +99,7 @@ class Config:
     )
     weight_format: str = setting(
         "float32",
-        "how linear layers' weights are packed (float32 models on CPU); unpacked = as torch has them",
+        "how linear layers' weights are packed on the CPU; unpacked = as torch has them",
         choices=("float32", "float16", "int8", "unpacked"),
     )
     attention: str = setting(

@@ -112,7 +112,7 @@ def _shape(layer: nn.Module) -> tuple[int, int]:
     """(output features, input features)"""
     if isinstance(layer, PackedLinear):
         return layer.out_features, layer.in_features
-    rows, columns = layer.weight.shape  # type: ignore[union-attr,operator,misc]
+    rows, columns = layer.weight.shape  # type: ignore[misc]
     return (columns, rows) if isinstance(layer, Conv1D) else (rows, columns)
 
 

@@ -48,6 +48,9 @@ class PackedLinear(nn.Module):
     """x[..., in_features] -> [..., out_features], float32 on the CPU; no gradients."""
 
     weight: None  # what looks for one finds that there is none, instead of a wrong one
+    packed: torch.Tensor
+    scale: torch.Tensor | None
+    bias: torch.Tensor
 
     def __init__(
         self,

@@ -5,9 +5,9 @@ finite. Does not own: attention and KV memory (attention/, kv_pool.py), deriving
 (inputs.py), choosing tokens (sampler.py), when a step runs (loop.py).
 
 All requests of a step form one flat sequence, [1, T]; what belongs to whom is told to attention
-through the StepContext alone. In deterministic mode a model whose linear layers are not all packed gets
-its token rows and logits rows padded to multiples of four: torch's matrix products share rows out
-to threads by fours, and give a row the same bits in any share of four or more, other bits in a
+through the StepContext alone. In deterministic mode a model with linear layers that are not packed
+gets its token rows and logits rows padded to multiples of four: torch's matrix products share rows
+out to threads by fours, and give a row the same bits in any share of four or more, other bits in a
 smaller one (measured). Packed layers need no padding. model_check.py tries the model at hand.
 """
 

@@ -16,6 +16,7 @@
 #define SLICE 512
 #define PAD 16
 #define LARGEST 32767.0f
+#define SMALLEST 1e-33f /* LARGEST / SMALLEST is finite */
 #define ALIGNED(bytes) (((bytes) + 63) / 64 * 64)
 
 static int64_t padded(int64_t features) { return (features + PAD - 1) / PAD * PAD; }
@@ -31,29 +32,28 @@ static int16_t *rows_in(const struct linear *layer, const void *scratch, int64_t
 }
 
 /* Quantise one row; returns its scale. One that is not finite gets the scale NaN, so that whoever
- * looks for such rows finds it. */
+ * looks for such rows finds it; one too small to be divided by becomes zeros. */
 static float quantise(const float *x, int64_t features, int16_t *to) {
-  vec top = splat(0.0f);
+  const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+  vec top = splat(0.0f), odds = splat(0.0f);
   int64_t k = 0;
-  float largest = 0.0f, odd = 0.0f; /* odd: 0, or NaN if there is an infinity or a NaN */
-  vec odds = splat(0.0f);
   for (; k + LANES <= features; k += LANES) {
     const vec value = load(x + k), size = (vec)((ivec)value & 0x7fffffff);
     top = pick(size > top, size, top);
     odds += value * splat(0.0f);
   }
-  largest = max_lanes(top);
-  odd = sum_lanes(odds);
+  float largest = max_lanes(top), odd = sum_lanes(odds); /* odd: 0; NaN after infinity or NaN */
   for (; k < features; k++) {
     const float size = x[k] < 0 ? -x[k] : x[k];
     largest = size > largest ? size : largest;
     odd += x[k] * 0.0f;
   }
-  const float scale = largest / LARGEST, inverse = largest > 0 && odd == 0 ? LARGEST / largest : 0.0f;
-  const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-  for (k = 0; k < features; k++) to[k] = (int16_t)(int32_t)(x[k] * inverse + shift - shift);
+  const int is_usable = odd == 0 && largest > SMALLEST;
+  const float inverse = is_usable ? LARGEST / largest : 0.0f;
+  for (k = 0; k < features; k++)
+    to[k] = is_usable ? (int16_t)(x[k] * inverse + shift - shift) : 0;
   for (; k < padded(features); k++) to[k] = 0;
-  return scale + odd;
+  return is_usable ? largest / LARGEST : odd;
 }
 
 void int8_prepare(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows,
