@@ -9,9 +9,10 @@ Owns: the order of a step, the I/O sets, the last sampled token of every row. Do
 attention and KV memory (attention/, kv_pool.py), deriving inputs (inputs.py), the forward
 (forward.py, graphs.py), choosing tokens (sampler.py), when a step runs (loop.py).
 
-Token rows and logits rows are padded to multiples of four in deterministic mode: the CPU's matrix
-products share rows out to threads by fours, and give a row the same bits in any share of four or
-more, other bits in a smaller one (measured; model_check.py tries it on the model at hand).
+In deterministic mode a model with linear layers that are not packed gets its token rows and logits
+rows padded to multiples of four: torch's matrix products share rows out to threads by fours, and
+give a row the same bits in any share of four or more, other bits in a smaller one (measured).
+Packed layers need no padding. model_check.py tries the model at hand.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from worker.kv_pool import KvPool
 from worker.load import LoadedModel
 from worker.memory import plan_memory
 from worker.model_check import check_row_bits
+from worker.packing import is_packed
 from worker.padding import PaddedShape, PaddedShapes, row_shape
 from worker.pre_ops import MOST_IN_FLIGHT, PreOps
 from worker.sampler import SampleRows, sample
@@ -48,7 +50,7 @@ Progress = Callable[[str, float], None]
 
 _logger = logging.getLogger(__name__)
 
-_DETERMINISTIC_ROWS: Final = 4  # token and logits rows come in multiples of this
+_UNPACKED_ROWS: Final = 4  # deterministic token and logits rows come in multiples of this
 
 
 class Runner:
@@ -77,6 +79,8 @@ class Runner:
         self._sample = sample
         self._loaded = loaded
         self._device = loaded.device
+        needs_padding = configure.deterministic and not is_packed(loaded.model)
+        self._row_multiple = _UNPACKED_ROWS if needs_padding else 1
         self.backend = choose_backend(
             configure.attention,
             loaded.device,
@@ -85,7 +89,7 @@ class Runner:
             configure.deterministic,
         )
         if configure.deterministic:
-            check_row_bits(loaded.model, _DETERMINISTIC_ROWS)
+            check_row_bits(loaded.model, self._row_multiple)
         captures = _captures(loaded, configure, self.backend.name)
         self._geometry = loaded.geometry
         if num_chunks is None:
@@ -104,7 +108,6 @@ class Runner:
         self._last_token = torch.zeros(
             configure.max_requests_per_batch, dtype=torch.int64, device=self._device
         )
-        self._row_multiple = _DETERMINISTIC_ROWS if configure.deterministic else 1
         self._shapes = PaddedShapes(
             configure.max_batch_tokens,
             configure.max_requests_per_batch,
