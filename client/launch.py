@@ -44,7 +44,8 @@ def command(part: str, arguments: Sequence[str]) -> list[str]:
 def start(line: Sequence[str], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
     """A child that a Ctrl-C in the terminal does not reach: its parent decides what that means.
 
-    What it prints goes to `output`; None: where the parent's goes. On Linux the kernel sends it SIGTERM should the parent be killed.
+    What it prints goes to `output`; None: where the parent's goes. On Linux the kernel sends it
+    SIGTERM should the parent be killed.
     """
     return subprocess.Popen(
         line,

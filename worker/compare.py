@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,9 +22,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+from transformers.utils.logging import disable_progress_bar
 
 from worker.embedded import resolve_model
 
@@ -40,17 +40,25 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Outcome:
-    """Of each request, in order: when its tokens came, in seconds since the start."""
+class Answer:
+    """When a request's tokens came, one moment each, and when it ended; seconds since the start."""
 
-    deliveries: list[list[tuple[float, int]]]
+    moments: list[float]
+    end: float
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One answer per request, in order."""
+
+    answers: list[Answer]
     notes: list[str]
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "requests": [
-                {"end": rows[-1][0] if rows else 0.0, "deliveries": rows}
-                for rows in self.deliveries
+                {"end": answer.end, "deliveries": [(moment, 1) for moment in answer.moments]}
+                for answer in self.answers
             ],
             "notes": self.notes,
         }
@@ -68,11 +76,11 @@ class _Clock(StoppingCriteria):
 
 
 @torch.inference_mode()
-def run_static(model: PreTrainedModel, asks: Sequence[Ask]) -> Outcome:
-    """A request has its tokens as they are computed, and is not held until its batch ends."""
+def run_static(model: Any, asks: Sequence[Ask]) -> Outcome:
+    """Tokens count as delivered when they are computed; a request ends when its batch does."""
     model.set_attn_implementation("eager")
     start = time.perf_counter()
-    deliveries: list[list[tuple[float, int]]] = []
+    answers: list[Answer] = []
     for first in range(0, len(asks), STATIC_BATCH):
         batch = asks[first : first + STATIC_BATCH]
         width = max(len(ask.prompt) for ask in batch)
@@ -85,17 +93,17 @@ def run_static(model: PreTrainedModel, asks: Sequence[Ask]) -> Outcome:
         model.generate(
             input_ids=ids.to(model.device),
             attention_mask=mask.to(model.device),
-            generation_config=_greedy(longest),
+            generation_config=_greedy(longest, None),
             stopping_criteria=StoppingCriteriaList([clock]),
         )
         moments = [moment - start for moment in clock.moments]
         assert len(moments) == longest, f"{len(moments)} steps for {longest} tokens"
-        deliveries += [[(moment, 1) for moment in moments[: ask.max_new]] for ask in batch]
-    return Outcome(deliveries, [])
+        answers += [Answer(moments[: ask.max_new], moments[-1]) for ask in batch]
+    return Outcome(answers, [])
 
 
 @torch.inference_mode()
-def run_continuous(model: PreTrainedModel, asks: Sequence[Ask]) -> Outcome:
+def run_continuous(model: Any, asks: Sequence[Ask]) -> Outcome:
     """All requests are handed over at once."""
     model.set_attn_implementation("sdpa")
     longest = max(ask.max_new for ask in asks)
@@ -106,10 +114,10 @@ def run_continuous(model: PreTrainedModel, asks: Sequence[Ask]) -> Outcome:
         max_batch_tokens=2048,
         allow_block_sharing=False,
     )
-    deliveries: dict[str, list[tuple[float, int]]] = {}
+    answers: dict[str, Answer] = {}
     notes: list[str] = []
     with model.continuous_batching_context_manager(
-        generation_config=_greedy(longest), continuous_batching_config=config
+        generation_config=_greedy(longest, -1), continuous_batching_config=config
     ) as manager:
         start = time.perf_counter()
         for number, ask in enumerate(asks):
@@ -119,29 +127,30 @@ def run_continuous(model: PreTrainedModel, asks: Sequence[Ask]) -> Outcome:
                 max_new_tokens=ask.max_new,
                 record_timestamps=True,
             )
-        while len(deliveries) < len(asks) and manager.is_running():
+        while len(answers) < len(asks) and manager.is_running():
             output = manager.get_result(timeout=1)
             if output is None or not output.is_finished():
                 continue
-            moments = output.timestamps or [time.perf_counter()]
-            deliveries[output.request_id] = [(moment - start, 1) for moment in moments]
+            moments = [moment - start for moment in output.timestamps or []]
+            answers[output.request_id] = Answer(moments, time.perf_counter() - start)
             if output.error is not None:
                 notes.append(f"request {output.request_id}: {output.error}")
-    return Outcome([deliveries.get(str(number), []) for number in range(len(asks))], notes)
+    missing = Answer([], time.perf_counter() - start)
+    return Outcome([answers.get(str(number), missing) for number in range(len(asks))], notes)
 
 
-SYSTEMS: Final[dict[str, Callable[[PreTrainedModel, Sequence[Ask]], Outcome]]] = {
+SYSTEMS: Final[dict[str, Callable[[Any, Sequence[Ask]], Outcome]]] = {
     "static": run_static,
     "continuous": run_continuous,
 }
 
 
-def _greedy(max_new_tokens: int) -> GenerationConfig:
-    """No end of sequence: -1 is no token."""
+def _greedy(max_new_tokens: int, eos_token_id: int | None) -> GenerationConfig:
+    """None ends no sequence; where it is taken for "not given", -1, which is no token, does."""
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
-        eos_token_id=-1,
+        eos_token_id=eos_token_id,
         pad_token_id=0,
         use_cache=True,
     )
@@ -164,16 +173,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     options = parser.parse_args(arguments)
     answers, sys.stdout = sys.stdout, sys.stderr  # libraries print; the answers' pipe is ours
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    disable_progress_bar()
     if options.threads:
         torch.set_num_threads(options.threads)
     asks = read_workload(options.workload)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         resolve_model(options.model), dtype=getattr(torch, options.dtype)
-    ).to(device)
-    model.eval()
-    model.generation_config = _greedy(1)  # else the checkpoint's own defaults are merged in
+    )
+    model = model.to(device).eval()
+    model.generation_config = _greedy(1, None)  # else the checkpoint's own defaults are merged in
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         outcome = SYSTEMS[line.strip()](model, asks)

@@ -1,8 +1,8 @@
 """When requests are sent: all at once, at random by a rate, or in bursts.
 
-    all           offline: everything at the start
-    poisson:RATE  independent of each other, RATE per second on average
-    bursts:N/T    N at once, every T seconds
+all           offline: everything at the start
+poisson:RATE  independent of each other, RATE per second on average
+bursts:N/T    N at once, every T seconds
 """
 
 from __future__ import annotations

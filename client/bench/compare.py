@@ -6,6 +6,7 @@ is told to; in between it sleeps, so that the systems can be measured in turns.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import tempfile
@@ -65,10 +66,8 @@ class Transformers:
     def run(self, system: str, turn: int) -> Run:
         """One of SYSTEMS over the whole workload, all requests at once; may take long."""
         assert self._child.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer, which is the error
             print(system, file=self._child.stdin, flush=True)
-        except BrokenPipeError:
-            pass  # the answer's absence is the error
         answer = self._answer()
         requests = [
             RequestRecord(

@@ -40,7 +40,10 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one run. Seconds, tokens, shares from 0 to 1; None where nothing is known."""
+    """Of one run. Seconds, tokens, shares from 0 to 1; None where nothing is known.
+
+    What comes from the steps is known only of Chairlift, where they were watched.
+    """
 
     num_requests: int
     num_failed: int
@@ -58,20 +61,16 @@ class Figures:
     goodput: float  # good requests per second
     preemptions: int
     prefix_hit_rate: float | None  # of the prompt tokens looked up
-    most_at_once: int | None  # requests that held a row at the same time
-    pool_share: float | None  # of the KV pool held, mean over time
-    pool_share_peak: float | None
-    utilisation: float | None  # of the held pages that hold tokens, mean over what was held
-    kv_use: float | None  # tokens stored, of what the whole pool could hold, mean over time
-    kv_use_peak: float | None
-    num_steps: int | None
-    row_steps: int | None  # rows computed, added up over the steps
-    row_steps_wasted: int | None  # of these, for requests that had ended
-    device_share: float | None  # of the run, the device computing
-
-    @classmethod
-    def names(cls) -> list[str]:
-        return [field.name for field in fields(cls)]
+    most_at_once: int | None = None  # requests that held a row at the same time
+    pool_share: float | None = None  # of the KV pool held, mean over time
+    pool_share_peak: float | None = None
+    utilisation: float | None = None  # of the held pages that hold tokens, mean over what was held
+    kv_use: float | None = None  # tokens stored, of what the whole pool could hold, mean over time
+    kv_use_peak: float | None = None
+    num_steps: int | None = None
+    row_steps: int | None = None  # rows computed, added up over the steps
+    row_steps_wasted: int | None = None  # of these, for requests that had ended
+    device_share: float | None = None  # of the run, the device computing
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -167,9 +166,7 @@ def figures(run: Run, limits: Limits) -> Figures:
 
 def _of_steps(steps: Sequence[StepRecord], seconds: float) -> dict[str, Any]:
     if not steps:
-        names = ("most_at_once", "pool_share", "pool_share_peak", "utilisation", "kv_use",
-                 "kv_use_peak", "num_steps", "row_steps", "row_steps_wasted", "device_share")  # fmt: skip
-        return dict.fromkeys(names)
+        return {}
     held = [step.chunks_used / step.chunks_total if step.chunks_total else 0.0 for step in steps]
     used = [share * step.utilisation for share, step in zip(held, steps, strict=True)]
     # each step counts by how long it took
@@ -200,7 +197,8 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
 
 def median_of(several: Sequence[Figures]) -> Figures:
     """Each figure's median over turns, taken by itself; None where a turn has none."""
-    return Figures(**{name: _median([getattr(f, name) for f in several]) for name in Figures.names()})
+    names = [field.name for field in fields(Figures)]
+    return Figures(**{name: _median([getattr(one, name) for one in several]) for name in names})
 
 
 def _median(values: Sequence[Any]) -> Any:

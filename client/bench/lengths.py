@@ -1,9 +1,9 @@
 """How long prompts and answers of a synthetic workload are: three shapes, one small notation.
 
-    64              always 64
-    uniform:16-343  every length from 16 to 343 equally likely
-    skewed:8-256    log-normal, as real traffic is: many short, few long; 95 % of it lies between
-                    8 and 256, and what does not is drawn again
+64              always 64
+uniform:16-343  every length from 16 to 343 equally likely
+skewed:8-256    log-normal, as real traffic is: many short, few long; 95 % of it lies between
+                8 and 256, and what does not is drawn again
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -104,15 +105,22 @@ async def _server(plan: Plan) -> AsyncIterator[AsyncChairlift]:
             yield chairlift
         return
     _say("starting a server")
-    with contextlib.ExitStack() as stack:
-        log = stack.enter_context(open(plan.server_log or "/dev/null", "wb"))
-        server = LocalServer(plan.server_options, log)
-        stack.callback(server.stop)
+    with _local_server(plan) as server:
         async with AsyncChairlift(server.address, timeout=plan.timeout) as chairlift:
             if not await server.is_ready(chairlift, lambda what: _say(f"waiting ({what})")):
                 where = plan.server_log or "--server-log FILE keeps what it says"
                 raise LaunchError(f"the server did not start: {where}")
             yield chairlift
+
+
+@contextlib.contextmanager
+def _local_server(plan: Plan) -> Iterator[LocalServer]:
+    with open(plan.server_log or os.devnull, "wb") as log:
+        server = LocalServer(plan.server_options, log)
+        try:
+            yield server
+        finally:
+            server.stop()
 
 
 @contextlib.contextmanager

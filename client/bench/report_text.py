@@ -31,8 +31,10 @@ def report(result: Result) -> str:
     if turns > 1:
         lines.append(f"turns     {turns}, medians below")
     lines += ["", table(result.figures(), result.limits)]
-    for system, ratio in result.ratios().items():
-        lines.append(f"\nchairlift gives {ratio:.2f} times the output tokens of {system}")
+    ratios = result.ratios()
+    lines += [""] if ratios else []
+    for system, ratio in ratios.items():
+        lines.append(f"chairlift gives {ratio:.2f} times the output tokens of {system}")
     notes = [f"{run.system}, turn {run.turn + 1}: {n}" for run in result.runs for n in run.notes]
     return "\n".join([*lines, *(f"note: {note}" for note in notes)])
 
