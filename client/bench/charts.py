@@ -157,7 +157,7 @@ def distribution(values: Mapping[str, Sequence[float]], label: str) -> str:
 
 def bars(values: Mapping[str, float], shown: Callable[[float], str], label: str) -> str:
     """One bar per system, all from zero, each with its number."""
-    pitch, width, left = 26.0, 1.5 * NARROW, 215.0
+    pitch, width, left = 26.0, 1.5 * NARROW, 235.0
     longest = max(values.values(), default=0.0) or 1.0
     x = Scale(longest, left, width - 80)
     parts = []

@@ -7,16 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 from client.bench import charts
 from client.bench.charts import Layer
-from client.bench.figures import Figures, e2e, tpot, ttft
+from client.bench.figures import Figures, Limits, e2e, tpot, ttft
 from client.bench.records import RequestRecord, Run, StepRecord
 from client.bench.report_text import (
-    ROWS,
-    UNKNOWN,
     labelled,
     machine_line,
     seconds,
     server_line,
     share,
+    table_rows,
 )
 from client.bench.result import Result
 from client.bench.style import STYLE
@@ -47,7 +46,7 @@ def result_page(result: Result) -> str:
         *[_run(run, len(result.systems()[run.system])) for run in _shown_runs(result)],
         _latencies({system: runs[0].requests for system, runs in result.systems().items()}),
         _bars(columns) if len(columns) > 1 else "",
-        _table(columns),
+        _table(columns, result.limits),
         _notes(result),
     ]
     return _page("Chairlift bench", result.workload, parts)
@@ -65,7 +64,7 @@ def comparison_page(results: Sequence[Result]) -> str:
         "".join(f"<h2>{_text(r.label)}: {_text(r.workload)}</h2>{_facts(r)}" for r in results),
         _bars(columns),
         _latencies(requests),
-        _table(columns),
+        _table(columns, results[0].limits),
     ]
     return _page("Chairlift bench", " · ".join(r.label for r in results), parts)
 
@@ -243,14 +242,11 @@ def _legend(keys: Sequence[tuple[str, str]]) -> str:
     return f"<span class=legend>{entries}</span>"
 
 
-def _table(columns: Mapping[str, Figures]) -> str:
+def _table(columns: Mapping[str, Figures], limits: Limits) -> str:
     head = "".join(f"<th>{_text(name)}" for name in columns)
     body = ""
-    for row in ROWS:
-        values = [row.value(figures) for figures in columns.values()]
-        if any(value is not None for value in values):
-            cells = "".join(f"<td>{_text(value or UNKNOWN)}" for value in values)
-            body += f"<tr><th>{_text(row.title)}{cells}"
+    for title, cells in table_rows(columns, limits):
+        body += f"<tr><th>{_text(title)}" + "".join(f"<td>{_text(cell)}" for cell in cells)
     return f"<h2>All figures</h2><div class=wide><table><tr><td>{head}{body}</table></div>"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from client.bench.figures import Figures, Limits, Spread
@@ -56,18 +56,26 @@ def labelled(results: Sequence[Result]) -> dict[str, tuple[Result, Figures]]:
 
 
 def table(columns: dict[str, Figures], limits: Limits) -> str:
-    """Rows that no column knows are left out."""
-    rows = [["", *columns]]
-    for row in ROWS:
-        values = [row.value(figures) for figures in columns.values()]
-        if any(value is not None for value in values):
-            title = row.title + (f" ({limits})" if row.title == "goodput" and str(limits) else "")
-            rows.append([title, *(UNKNOWN if value is None else value for value in values)])
+    """With a head line that names the columns."""
+    rows = [["", *columns], *([title, *cells] for title, cells in table_rows(columns, limits))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
         for row in rows
     )
+
+
+def table_rows(columns: Mapping[str, Figures], limits: Limits) -> list[tuple[str, list[str]]]:
+    """(title, a cell per column); rows of which no column knows anything are left out."""
+    rows = list(ROWS)
+    if str(limits):
+        rows.append(Row(f"goodput ({limits})", lambda f: f"{f.goodput:.3g}/s ({f.good_share:.0%})"))
+    table = []
+    for row in rows:
+        values = [row.value(figures) for figures in columns.values()]
+        if any(value is not None for value in values):
+            table.append((row.title, [UNKNOWN if value is None else value for value in values]))
+    return table
 
 
 def server_line(result: Result) -> str:
@@ -131,7 +139,6 @@ ROWS: tuple[Row, ...] = (
     Row("time per output token", lambda f: spread_text(f.tpot)),
     Row("gap between tokens", lambda f: spread_text(f.itl)),
     Row("end to end", lambda f: spread_text(f.e2e)),
-    Row("goodput", lambda f: f"{f.goodput:.3g}/s ({f.good_share:.0%})"),
     Row("most requests at once", lambda f: _count(f.most_at_once)),
     Row("KV pool held, mean", lambda f: share(f.pool_share)),
     Row("KV pool held, peak", lambda f: share(f.pool_share_peak)),
