@@ -84,7 +84,8 @@ class StepFeed:
         if step.step_id == 0:  # a new session: what a lost worker was sent does not return
             self._planned.clear()
         if self._watchers:
-            self._planned[step.step_id] = (view_step(state, step), self._clock())
+            sent = self._clock()
+            self._planned[step.step_id] = (view_step(state, step), sent)
 
     def returned(self, step_id: int, device_microseconds: int) -> None:
         """The result of this step is here; of one that nobody watched nothing is told."""

@@ -70,6 +70,7 @@ class Figures:
     num_steps: int | None = None
     row_steps: int | None = None  # rows computed, added up over the steps
     row_steps_wasted: int | None = None  # of these, for requests that had ended
+    tokens_computed: int | None = None  # prompt tokens too, and what was computed twice
     device_share: float | None = None  # of the run, the device computing
 
     def as_dict(self) -> dict[str, Any]:
@@ -184,6 +185,7 @@ def _of_steps(steps: Sequence[StepRecord], seconds: float) -> dict[str, Any]:
         "num_steps": len(steps),
         "row_steps": sum(step.rows for step in steps),
         "row_steps_wasted": sum(step.num_finished for step in steps),
+        "tokens_computed": sum(step.num_tokens for step in steps),
         "device_share": sum(step.device_seconds for step in steps) / seconds if seconds else 0.0,
     }
 

@@ -149,5 +149,6 @@ ROWS: tuple[Row, ...] = (
     Row("preemptions", lambda f: _count(f.preemptions) if f.num_steps else None),
     Row("steps", lambda f: _count(f.num_steps)),
     Row("rows computed", _row_steps),
+    Row("tokens computed", lambda f: _count(f.tokens_computed)),
     Row("device busy", lambda f: share(f.device_share)),
 )
