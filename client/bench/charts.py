@@ -88,13 +88,14 @@ def over_time(
     unit: str = "",
     line: Layer | None = None,
     holds: bool = False,
+    least: float = 0.0,
 ) -> str:
     """Layers on top of each other, and a line over them. Between two steps there is nothing, or
-    with `holds` what the last one left."""
+    with `holds` what the last one left. The axis reaches up to `least` at least."""
     heights = [resample(steps, seconds, layer.value, holds) for layer in layers]
     tops = list(itertools.accumulate(heights, lambda a, b: [p + q for p, q in zip(a, b)]))  # noqa: B905
     over = resample(steps, seconds, line.value, True) if line else []
-    top = round_up(max(*tops[-1], *over))
+    top = round_up(max(least, *tops[-1], *over))
     x = Scale(max(seconds, 1e-9), LEFT, WIDTH - RIGHT)
     y = Scale(top, HEIGHT - BOTTOM, TOP)
     parts = [part for tick in y.ticks(4) for part in level(x, y(tick), f"{tick:g}{unit}")]
@@ -157,7 +158,8 @@ def distribution(values: Mapping[str, Sequence[float]], label: str) -> str:
 
 def bars(values: Mapping[str, float], shown: Callable[[float], str], label: str) -> str:
     """One bar per system, all from zero, each with its number."""
-    pitch, width, left = 26.0, 1.5 * NARROW, 235.0
+    pitch, width = 26.0, 1.5 * NARROW
+    left = min(235.0, 24.0 + 7.0 * max(map(len, values)))  # room for the names
     longest = max(values.values(), default=0.0) or 1.0
     x = Scale(longest, left, width - 80)
     parts = []

@@ -61,7 +61,11 @@ def comparison_page(results: Sequence[Result]) -> str:
         for system, runs in r.systems().items()
     }
     parts = [
-        "".join(f"<h2>{_text(r.label)}: {_text(r.workload)}</h2>{_facts(r)}" for r in results),
+        "<div class='beside wider'>"
+        + "".join(
+            f"<div><h2>{_text(r.label)}: {_text(r.workload)}</h2>{_facts(r)}</div>" for r in results
+        )
+        + "</div>",
         _bars(columns),
         _latencies(requests),
         _table(columns, results[0].limits),

@@ -1,8 +1,9 @@
 """Static batches against continuous batching, by our own engine.
 
-`python -m tests.bench.static_vs_fifo --out build/bench`. The same kernels and the same KV bytes; only `scheduler_type` differs. Each measurement is one
-`chairlift bench --serve` and one JSON file in --out; what is there already is not measured again,
-so that a long comparison can be made in pieces, and the table be printed from what there is.
+`python -m tests.bench.static_vs_fifo --out build/bench`. The same kernels and the same KV bytes;
+only `scheduler_type` differs. Each measurement is one `chairlift bench --serve` and one JSON file
+in --out; what is there already is not measured again, so that a long comparison can be made in
+pieces, and the table be printed from what there is.
 
     workloads  mixed    tests/workloads/mixed.jsonl: prompts 16-343, outputs 8-256, skewed
                equal    tests/workloads/equal.jsonl: 64 and 64, always
@@ -26,6 +27,7 @@ from client.bench.figures import Figures
 from client.bench.report_html import comparison_page
 from client.bench.report_text import seconds
 from client.bench.result import Result, read_result
+from tests.bench.rows_picture import rows_picture
 
 WORKLOADS = Path(__file__).resolve().parents[1] / "workloads"
 POLICIES = ("static", "fifo")
@@ -103,8 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = {policy: turns(options.out, workload, load, policy) for policy in POLICIES}
             if all(found.values()):
                 print(f"\n{table(workload, load, found)}")
-                page = options.out / f"{workload}-{load}.html"
-                page.write_text(comparison_page([found[policy][0] for policy in POLICIES]))
+                firsts = [found[policy][0] for policy in POLICIES]
+                name = options.out / f"{workload}-{load}"
+                name.with_suffix(".html").write_text(comparison_page(firsts))
+                name.with_suffix(".svg").write_text(rows_picture(firsts))
     return 0
 
 

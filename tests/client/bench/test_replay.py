@@ -35,6 +35,7 @@ class CountingEngine(FakeEngine):
         self.requests.append(request)
         if request.tokens.ids[0] == 13:
             fail(context, "INVALID_ARGUMENT thirteen")
+        yield inference_pb2.GenerateResponse(started=inference_pb2.Started(seed=1))
         wanted = list(range(request.sampling.max_tokens))
         for tokens in (wanted[:1], wanted[1:]):
             yield inference_pb2.GenerateResponse(chunk=inference_pb2.Chunk(token_ids=tokens))
@@ -47,6 +48,11 @@ class CountingEngine(FakeEngine):
                 ),
             )
         )
+
+    def GetModelInfo(
+        self, request: inference_pb2.GetModelInfoRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.GetModelInfoResponse:
+        return inference_pb2.GetModelInfoResponse(model="fake-model", vocab_size=50)
 
     def WatchSteps(
         self, request: admin_pb2.WatchStepsRequest, context: grpc.ServicerContext
