@@ -15,7 +15,7 @@ from client.bench.arrivals import parse_arrivals
 from client.bench.records import Run
 from client.bench.replay import replay
 from client.bench.workload import Ask
-from protos import admin_pb2, inference_pb2
+from protos import inference_pb2
 from tests.client.fake_server import FakeEngine, fail, start
 
 
@@ -24,10 +24,6 @@ class CountingEngine(FakeEngine):
 
     A prompt that begins with 13 fails.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_watched = False
 
     def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
@@ -53,21 +49,6 @@ class CountingEngine(FakeEngine):
         self, request: inference_pb2.GetModelInfoRequest, context: grpc.ServicerContext
     ) -> inference_pb2.GetModelInfoResponse:
         return inference_pb2.GetModelInfoResponse(model="fake-model", vocab_size=50)
-
-    def WatchSteps(
-        self, request: admin_pb2.WatchStepsRequest, context: grpc.ServicerContext
-    ) -> Iterator[admin_pb2.StepSummary]:
-        context.send_initial_metadata(())
-        for number in range(2):
-            yield admin_pb2.StepSummary(
-                step_id=number,
-                num_decoding=3,
-                start_seconds=1000.0 + number,
-                seconds=0.5,
-                chunks_free=25,
-                chunks_total=100,
-                missed=number,
-            )
 
 
 @pytest.fixture
