@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 from client import cli_options
 from client.bench import arrivals, lengths
 from client.bench.figures import Limits
-from client.bench.measure import Plan, measure
+from client.bench.measure import Settings, measure
 from client.bench.report_html import comparison_page, result_page
 from client.bench.report_text import comparison, report
 from client.bench.result import NotAResult, read_result
@@ -59,6 +60,10 @@ def add_parser(commands: Any) -> None:
     group.add_argument(
         "--warm", action="store_true", help="keep the prefix cache that earlier requests filled"
     )
+    group.add_argument(
+        "--gather", action="store_true",
+        help="keep the server busy while the first requests arrive, so that it finds them together",
+    )  # fmt: skip
     for name, what in (
         ("ttft", "time to first token"),
         ("tpot", "time per output token"),
@@ -87,13 +92,12 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0 if every request got its tokens."""
+    """0 if every request got its tokens, 1 if not or if nothing could be measured."""
     try:
         return _report(options) if options.report else _measure(options)
-    except (BadWorkload, NotAResult) as error:
-        raise LaunchError(str(error)) from error
-    except OSError as error:
-        raise LaunchError(f"{error.filename}: {error.strerror}") from error
+    except (BadWorkload, NotAResult, OSError) as error:
+        print(f"chairlift: {error}", file=sys.stderr)
+        return 1
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -108,7 +112,10 @@ def _report(options: argparse.Namespace) -> int:
 def _measure(options: argparse.Namespace) -> int:
     if options.server_options and not options.serve:
         raise LaunchError(f"{' '.join(options.server_options)!r} needs --serve before it")
-    result = measure(_plan(options))
+    for path in (options.json, options.html):
+        if path is not None and not path.parent.is_dir():  # better now than after an hour
+            raise NotADirectoryError(f"{path} cannot be written: {path.parent} is no folder")
+    result = measure(_settings(options))
     print(report(result), flush=True)
     if options.json is not None:
         result.write(options.json)
@@ -117,8 +124,8 @@ def _measure(options: argparse.Namespace) -> int:
     return int(any(figures.num_failed for figures in result.figures().values()))
 
 
-def _plan(options: argparse.Namespace) -> Plan:
-    return Plan(
+def _settings(options: argparse.Namespace) -> Settings:
+    return Settings(
         address=None if options.serve else options.address,
         server_options=tuple(options.server_options),
         server_log=options.server_log,
@@ -136,6 +143,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         systems=_COMPARE.get(options.compare, ()),
         compare_threads=options.compare_threads,
         is_warm=options.warm,
+        gathers=options.gather,
         limits=Limits(options.slo_ttft, options.slo_tpot, options.slo_e2e),
         label=options.label,
     )

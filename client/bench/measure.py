@@ -1,4 +1,4 @@
-"""From a plan to a result: a server, the workload, and all systems in turns."""
+"""From settings to a result: a server, the workload, and all systems in turns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Settings:
     """What is to be measured; the options of the command."""
 
     address: str | None  # None: a server of its own
@@ -51,72 +51,80 @@ class Plan:
     turns: int
     systems: tuple[str, ...]  # of transformers, beside Chairlift
     compare_threads: int
-    is_warm: bool
+    is_warm: bool  # the prefix cache keeps what it has
+    gathers: bool  # see replay
     limits: Limits
     label: str
 
 
-def measure(plan: Plan) -> Result:
+def measure(settings: Settings) -> Result:
     """Runs everything. Raises ChairliftError, LaunchError, BadWorkload or OSError."""
-    return asyncio.run(_measure(plan))
+    return asyncio.run(_measure(settings))
 
 
-async def _measure(plan: Plan) -> Result:
-    if plan.workload is not None:
-        read_workload(plan.workload)  # complains before a server has been started for it
-    async with _server(plan) as chairlift:
+async def _measure(settings: Settings) -> Result:
+    file = settings.workload
+    given = None if file is None else read_workload(file)[: settings.num_requests]
+    async with _server(settings) as chairlift:
         model = await chairlift.model_info()
         server = await chairlift.server_info()
-        asks, words = _workload(plan, model.vocab_size)
+        if file is None or given is None:
+            recipe = _recipe(settings, model.vocab_size)
+            asks, words = make_up(recipe), recipe.describe()
+        else:
+            asks, words = given, f"{file.name}, {len(given)} requests"
         result = Result(
             workload=words,
-            arrivals=str(plan.arrivals),
-            seed=plan.seed,
-            limits=plan.limits,
+            arrivals=str(settings.arrivals),
+            seed=settings.seed,
+            limits=settings.limits,
             machine=machine.describe_machine(),
             versions=machine.versions(),
             commit=machine.commit(),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             server={**_facts(model), **_facts(server)},
-            label=plan.label,
+            label=settings.label,
         )
-        times = plan.arrivals.times(len(asks), plan.seed)
+        times = settings.arrivals.times(len(asks), settings.seed)
         num_tokens = sum(ask.max_new for ask in asks)
         await _warm_up(chairlift, asks[0])
-        with _transformers(plan, model.model_path, asks) as transformers:
-            for turn in range(plan.turns):
-                if not plan.is_warm:
+        with _transformers(settings, model.model_path, asks) as transformers:
+            for turn in range(settings.turns):
+                if not settings.is_warm:
                     await chairlift.flush_cache()
-                title = f"chairlift, turn {turn + 1} of {plan.turns}"
+                title = f"chairlift, turn {turn + 1} of {settings.turns}"
                 with choose_progress(title, len(asks), num_tokens) as bar:
-                    result.runs.append(await replay(chairlift, asks, times, bar.advance, turn))
-                for system in plan.systems:
-                    _say(f"{SYSTEMS[system]}, turn {turn + 1} of {plan.turns} …")
+                    run = await replay(
+                        chairlift, asks, times, bar.advance, turn, gathers=settings.gathers
+                    )
+                result.runs.append(run)
+                for system in settings.systems:
+                    _say(f"{SYSTEMS[system]}, turn {turn + 1} of {settings.turns} …")
                     run = await asyncio.to_thread(transformers.run, system, turn)
                     result.runs.append(run)
     return result
 
 
 @contextlib.asynccontextmanager
-async def _server(plan: Plan) -> AsyncIterator[AsyncChairlift]:
+async def _server(settings: Settings) -> AsyncIterator[AsyncChairlift]:
     """A connection to the given server, or to one that lives as long as this."""
-    if plan.address is not None:
-        async with AsyncChairlift(plan.address, timeout=plan.timeout) as chairlift:
+    if settings.address is not None:
+        async with AsyncChairlift(settings.address, timeout=settings.timeout) as chairlift:
             yield chairlift
         return
     _say("starting a server")
-    with _local_server(plan) as server:
-        async with AsyncChairlift(server.address, timeout=plan.timeout) as chairlift:
+    with _local_server(settings) as server:
+        async with AsyncChairlift(server.address, timeout=settings.timeout) as chairlift:
             if not await server.is_ready(chairlift, lambda what: _say(f"waiting ({what})")):
-                where = plan.server_log or "--server-log FILE keeps what it says"
+                where = settings.server_log or "--server-log FILE keeps what it says"
                 raise LaunchError(f"the server did not start: {where}")
             yield chairlift
 
 
 @contextlib.contextmanager
-def _local_server(plan: Plan) -> Iterator[LocalServer]:
-    with open(plan.server_log or os.devnull, "wb") as log:
-        server = LocalServer(plan.server_options, log)
+def _local_server(settings: Settings) -> Iterator[LocalServer]:
+    with open(settings.server_log or os.devnull, "wb") as log:
+        server = LocalServer(settings.server_options, log)
         try:
             yield server
         finally:
@@ -124,10 +132,10 @@ def _local_server(plan: Plan) -> Iterator[LocalServer]:
 
 
 @contextlib.contextmanager
-def _transformers(plan: Plan, model_path: str, asks: list[Ask]) -> Iterator[Transformers]:
+def _transformers(settings: Settings, model_path: str, asks: list[Ask]) -> Iterator[Transformers]:
     """Entered only where it is wanted: it loads the model once more."""
-    transformers = Transformers(model_path, asks, plan.compare_threads)
-    if not plan.systems:
+    transformers = Transformers(model_path, asks, settings.compare_threads)
+    if not settings.systems:
         yield transformers
         return
     _say("loading transformers")
@@ -135,22 +143,17 @@ def _transformers(plan: Plan, model_path: str, asks: list[Ask]) -> Iterator[Tran
         yield transformers
 
 
-def _workload(plan: Plan, vocab_size: int) -> tuple[list[Ask], str]:
-    """The requests, and how to call them."""
-    if plan.workload is not None:
-        asks = read_workload(plan.workload)[: plan.num_requests]
-        return asks, f"{plan.workload.name}, {len(asks)} requests"
-    recipe = Synthetic(
-        num_requests=plan.num_requests or _SYNTHETIC_REQUESTS,
-        prompt=plan.prompt,
-        output=plan.output,
+def _recipe(settings: Settings, vocab_size: int) -> Synthetic:
+    return Synthetic(
+        num_requests=settings.num_requests or _SYNTHETIC_REQUESTS,
+        prompt=settings.prompt,
+        output=settings.output,
         vocab_size=vocab_size,
-        seed=plan.seed,
-        shared_prefix=plan.shared_prefix,
-        num_prefixes=plan.num_prefixes,
-        num_priorities=plan.num_priorities,
+        seed=settings.seed,
+        shared_prefix=settings.shared_prefix,
+        num_prefixes=settings.num_prefixes,
+        num_priorities=settings.num_priorities,
     )
-    return make_up(recipe), recipe.describe()
 
 
 async def _warm_up(chairlift: AsyncChairlift, ask: Ask) -> None:

@@ -7,14 +7,18 @@ the result; a server that cannot be reached at all is an error.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Final
 
-from client.aio import AsyncChairlift
+from client.aio import AsyncChairlift, AsyncTokenStream
 from client.bench.records import RequestRecord, Run
 from client.bench.step_watch import StepWatch
 from client.bench.workload import Ask
 from client.errors import ChairliftError
+
+_PLUG_TOKENS: Final = 16  # a tenth of a second or more: all of a burst have arrived by then
 
 Progress = Callable[[int, bool], None]  # (tokens that have just come, whether a request ended)
 
@@ -25,10 +29,17 @@ async def replay(
     times: Sequence[float],
     progress: Progress,
     turn: int = 0,
+    *,
+    gathers: bool = False,
 ) -> Run:
-    """One run over `asks`, each sent at its moment of `times` (seconds from now, rising)."""
+    """One run over `asks`, each sent at its moment of `times` (seconds from now, rising).
+
+    With `gathers` a short request of its own, which is not measured, keeps the server busy while
+    the first ones arrive: else a policy that admits whom it finds (static) would compute the first
+    of a burst alone.
+    """
     before = await chairlift.get_cache()
-    async with StepWatch(chairlift) as watch:
+    async with StepWatch(chairlift) as watch, _plug(chairlift, asks[0], gathers):
         start = time.monotonic()
         records = [
             RequestRecord(ask.id, len(ask.prompt), ask.max_new, due, ask.priority)
@@ -56,13 +67,28 @@ async def replay(
     return run
 
 
+@contextlib.asynccontextmanager
+async def _plug(
+    chairlift: AsyncChairlift, ask: Ask, is_wanted: bool
+) -> AsyncIterator[AsyncTokenStream | None]:
+    """A request that is being computed from now on, for some steps."""
+    if not is_wanted:
+        yield None
+        return
+    async with chairlift.generate(
+        ask.prompt[:1], max_tokens=_PLUG_TOKENS, temperature=0.0, ignore_eos=True
+    ) as stream:
+        await anext(stream)
+        yield stream
+
+
 async def _ask(
     chairlift: AsyncChairlift, ask: Ask, record: RequestRecord, start: float, progress: Progress
 ) -> None:
     delay = start + record.due - time.monotonic()
     if delay > 0:
         await asyncio.sleep(delay)
-    record.sent = time.monotonic() - start
+    record.sent = _since(start)
     stream = chairlift.generate(
         ask.prompt,
         priority=ask.priority,
@@ -73,11 +99,11 @@ async def _ask(
     try:
         async for delta in stream:
             if delta.token_ids:
-                record.deliveries.append((time.monotonic() - start, len(delta.token_ids)))
+                record.deliveries.append((_since(start), len(delta.token_ids)))
                 progress(len(delta.token_ids), False)
     except ChairliftError as error:
         record.error = f"{error.status.name}: {error}"
-    record.end = time.monotonic() - start
+    record.end = _since(start)
     completion = stream.completions.get(0)
     if completion is not None:
         record.cached_tokens = completion.usage.cached_tokens
@@ -85,3 +111,8 @@ async def _ask(
         record.prefill_seconds = completion.timing.prefill_seconds
         record.preemptions = completion.timing.preemptions
     progress(0, True)
+
+
+def _since(start: float) -> float:
+    """To the microsecond: more digits only make files longer."""
+    return round(time.monotonic() - start, 6)

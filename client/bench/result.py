@@ -7,6 +7,7 @@ today's figures.
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -64,14 +65,13 @@ class Result:
         for system, runs in systems.items():
             if system == "chairlift" or not own:
                 continue
-            ratios = sorted(
+            ratios = [
                 _rate(mine, self.limits) / rate
                 for mine, other in zip(own, runs, strict=False)
                 if (rate := _rate(other, self.limits)) > 0
-            )
+            ]
             if ratios:
-                middle = len(ratios) // 2
-                found[system] = (ratios[middle] + ratios[~middle]) / 2
+                found[system] = statistics.median(ratios)
         return found
 
     def write(self, path: Path) -> None:
@@ -86,7 +86,7 @@ class Result:
             "figures": {name: found.as_dict() for name, found in self.figures().items()},
             "ratios": self.ratios(),
         }
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        path.write_text(json.dumps(content) + "\n")
 
 
 def read_result(path: Path) -> Result:

@@ -61,8 +61,8 @@ class StepWatch:
         """What was seen, in seconds since `start` (time.monotonic())."""
         return [
             StepRecord(
-                start=summary.start_seconds + self._offset - start,
-                seconds=summary.seconds,
+                start=round(summary.start_seconds + self._offset - start, 6),
+                seconds=round(summary.seconds, 6),
                 device_seconds=summary.device_seconds,
                 num_tokens=summary.num_tokens,
                 num_prefilling=summary.num_prefilling,
@@ -72,7 +72,7 @@ class StepWatch:
                 num_pending=summary.num_pending,
                 chunks_used=summary.chunks_total - summary.chunks_free,
                 chunks_total=summary.chunks_total,
-                utilisation=summary.utilisation,
+                utilisation=round(summary.utilisation, 4),
             )
             for summary in self._summaries
         ]

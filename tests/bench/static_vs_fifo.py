@@ -145,6 +145,7 @@ def measure(options: argparse.Namespace, workload: str, load: str, policy: str, 
     line = [sys.executable, "-P", "-m", "client", "bench", "--serve", *WORK[workload]]
     line += ["--requests", str(options.requests)] if options.requests else []
     line += ["--arrivals", arrivals, "--seed", str(turn), "--label", policy, "--json", str(path)]
+    line += ["--gather"] if load == "offline" else []
     line += ["--server-log", str(path.with_suffix(".log")), "--"]
     line += ["--model", options.model, "--scheduler-type", policy]
     line += ["--num-blocks", str(options.num_blocks)]

@@ -96,8 +96,9 @@ def test_files_are_shown_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--workload", "/nowhere.jsonl"], "/nowhere.jsonl: No such file"),
-        (["--report", "/nowhere.json"], "/nowhere.json: No such file"),
+        (["--workload", "/nowhere.jsonl"], "No such file or directory: '/nowhere.jsonl'"),
+        (["--report", "/nowhere.json"], "No such file or directory: '/nowhere.json'"),
+        (["--json", "/nowhere/out.json"], "/nowhere is no folder"),
         (["--address", "127.0.0.1:1", "--", "--num-blocks", "5"], "needs --serve before it"),
     ],
 )

@@ -105,6 +105,23 @@ def test_requests_are_sent_when_they_are_due(address: str) -> None:
     assert all(record.sent >= record.due for record in measured.requests)
 
 
+def test_gathering_sends_a_request_ahead_that_is_not_measured(
+    address: str, engine: FakeEngine
+) -> None:
+    """Sent behind the others it would gather nobody; measured it would be work nobody asked for."""
+
+    async def go() -> Run:
+        async with AsyncChairlift(address) as chairlift:
+            return await replay(
+                chairlift, ASKS, [0.0] * 3, lambda tokens, ended: None, gathers=True
+            )
+
+    measured = asyncio.run(go())
+    assert list(engine.requests[0].tokens.ids) == [1]
+    assert len(engine.requests) == 4
+    assert [record.id for record in measured.requests] == ["a", "b", "c"]
+
+
 def test_a_request_that_fails_is_a_result(address: str) -> None:
     """One refused request must not lose an hour of measurement, nor pass unseen."""
     measured, progress = run(address, [*ASKS, Ask("bad", (13,), 2)], [0.0] * 4)
