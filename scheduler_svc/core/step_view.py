@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler_svc.core.request import RequestState
 from scheduler_svc.core.state import InFlight, State
-from scheduler_svc.core.views import count_by_state, token_places
+from scheduler_svc.core.views import token_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +31,11 @@ class StepView:
 def view_step(state: State, step: InFlight) -> StepView:
     """Of a step that was just committed."""
     requests = step.requests[: len(step.rows)]
-    is_finished = np.array([r.state is RequestState.FINISHED for r in requests], np.bool_)
+    is_finished = state.rows.is_finished[step.rows]
     prompt_ends = np.array([request.num_prompt_tokens for request in requests], np.int32)
     # by position, not by state: under run-ahead the state is one step late
     decodes = (step.num_new_tokens == 1) & (step.ends > prompt_ends) & ~is_finished
-    running, pending = count_by_state(state)
+    order = state.rows.order()
     stored, could_hold = token_places(state)
     num_decoding, num_finished = int(decodes.sum()), int(is_finished.sum())
     return StepView(
@@ -46,8 +45,8 @@ def view_step(state: State, step: InFlight) -> StepView:
         num_prefilling=len(requests) - num_decoding - num_finished,
         num_decoding=num_decoding,
         num_finished=num_finished,
-        num_running=running,
-        num_pending=pending,
+        num_running=len(order) - int(state.rows.is_finished[order].sum()),
+        num_pending=len(state.pending),
         chunks_free=state.pool.num_free,
         chunks_total=state.pool.num_usable,
         utilisation=stored / could_hold if could_hold else 0.0,
