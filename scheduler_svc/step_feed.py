@@ -89,6 +89,8 @@ class StepFeed:
 
     def returned(self, step_id: int, device_microseconds: int) -> None:
         """The result of this step is here; of one that nobody watched nothing is told."""
+        for lost in [step for step in self._planned if step < step_id]:
+            del self._planned[lost]  # given up after a Fault
         planned = self._planned.pop(step_id, None)
         if planned is None:
             return

@@ -24,7 +24,10 @@ NAMES = ("mixed", "equal", "single", "prefix")
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    paths = {name: options.out / f"transformers-{name}.json" for name in options.workloads}
+    paths = {
+        name: options.out / f"transformers-{name}-{options.weight_format}.json"
+        for name in options.workloads
+    }
     if not options.table:
         for name, path in paths.items():
             if not path.exists():
@@ -62,16 +65,17 @@ def measure(options: argparse.Namespace, name: str, path: Path) -> None:
 
 
 def table(found: dict[str, Result]) -> str:
-    """Markdown: output tokens per second, and how many times the yardstick that is."""
+    """Markdown: output tokens per second, how many times those of the others, and seconds."""
     names = ["chairlift", *SYSTEMS.values()]
     lines = [
-        "| workload | " + " | ".join(names) + " | × static | × continuous |",  # noqa: RUF001
-        "|---" * (len(names) + 3) + "|",
+        "| workload | " + " | ".join(names) + " | × static | × continuous | chairlift, s |",  # noqa: RUF001
+        "|---" * (len(names) + 4) + "|",
     ]
     for name, result in found.items():
         figures, ratios = result.figures(), result.ratios()
         cells = [f"{figures[system].output_tokens_per_second:.1f}" for system in names]
         cells += [f"{ratios[system]:.2f}" for system in SYSTEMS.values()]
+        cells.append(f"{figures['chairlift'].seconds:.1f}")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

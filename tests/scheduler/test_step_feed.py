@@ -175,3 +175,13 @@ async def test_watch_steps(edge: Edge) -> None:
     async with asyncio.timeout(10):
         while feed._watchers:  # noqa: ASYNC110 - the server has no event for it
             await asyncio.sleep(0.005)
+
+
+async def test_a_step_that_was_given_up_is_forgotten() -> None:
+    """After a Fault the worker goes on counting; what it discarded never returns."""
+    feed = StepFeed()
+    with feed.watch() as watcher:
+        feed._planned.update({7: (view(7), 0.0), 8: (view(8), 0.0)})
+        feed.returned(8, 0)
+        assert [report.view.step_id for report in await taken(watcher)] == [8]
+    assert feed._planned == {}
