@@ -2,6 +2,7 @@
 #   make demo        set everything up, serve the embedded model, watch answers stream
 #   make test        all tests but the slow ones
 #   make test-slow   the slow ones
+#   make bench       README's tables: hours; BENCH="--requests 6 --turns 1" for a taste
 #   make lint        ruff and mypy
 #   make format      let ruff repair what it can
 #   make protos      regenerate protobuf code
@@ -17,7 +18,7 @@ PACKAGES := protos scheduler_svc worker client
 export OMP_WAIT_POLICY ?= passive
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help demo test test-slow lint format protos wheel clean
+.PHONY: help demo test test-slow bench lint format protos wheel clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -30,6 +31,11 @@ test: $(VENV)/installed
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow --timeout 3600
+
+# Each part is one JSON file in build/bench; what is there is not measured again.
+bench: $(VENV)/installed
+	$(BIN)/python -m tests.bench.against_transformers --out build/bench $(BENCH)
+	$(BIN)/python -m tests.bench.static_vs_fifo --out build/bench $(BENCH)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -287,6 +287,21 @@ class AsyncChairlift:
         )
         return response
 
+    async def watch_steps(self) -> AsyncIterator[admin_pb2.StepSummary]:
+        """Returns once the server watches; then a summary of every step, until it is left."""
+        call = self._admin.WatchSteps(admin_pb2.WatchStepsRequest())
+        await call.initial_metadata()
+        return self._summaries(call)
+
+    async def _summaries(self, call: Any) -> AsyncIterator[admin_pb2.StepSummary]:
+        try:
+            async for summary in call:
+                yield summary
+        except grpc.RpcError as error:
+            raise self._translate(error) from None
+        finally:
+            call.cancel()
+
     async def flush_cache(self, *, timeout: float | None = None) -> int:
         """Empties the prefix cache; how many blocks can no longer be found."""
         response: admin_pb2.FlushCacheResponse = await self._call(

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from client import cli_chat, cli_generate, cli_status, demo, launch, serve
+from client.bench import command as bench
 from client.errors import ChairliftError
 from client.launch import LaunchError
 
@@ -58,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (help_text, _) in _PASS_ON.items():
         commands.add_parser(name, help=help_text, add_help=False)
-    for command in (cli_generate, cli_chat, cli_status, demo):
+    for command in (cli_generate, cli_chat, cli_status, bench, demo):
         command.add_parser(commands)
     return parser
 

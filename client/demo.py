@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
-import socket
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from typing import Any, Final
 
-from client import launch
 from client.aio import AsyncChairlift
 from client.cli_generate import choose_display
 from client.display import Display, shortened
 from client.errors import ChairliftError
+from client.local_server import LocalServer
 from client.requests import ChatMessage
 
 _AT_ONCE: Final = 3
@@ -32,9 +29,6 @@ _PROMPTS: Final = (  # (what is asked, max_tokens)
     ("Give me a simple recipe for pancakes.", 96),
     ("Say good night in one sentence.", 24),
 )
-_READY_SECONDS: Final = 600.0
-_STOP_SECONDS: Final = 60.0
-_LOADS: Final = 2  # a worker that has died so often while loading will not get further
 _CHART_WIDTH: Final = 60
 
 
@@ -65,22 +59,15 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """0 only if all went well."""
-    port = _free_port()
-    print(f"Starting `chairlift serve` on port {port}, {_AT_ONCE} requests per batch.", flush=True)
-    server = launch.start(
-        [
-            *(sys.executable, "-P", "-m", "client", "serve"),
-            *("--host", "127.0.0.1", "--port", str(port)),
-            *("--max-requests-per-batch", str(_AT_ONCE)),
-        ]
-    )
+    print(f"Starting `chairlift serve`, {_AT_ONCE} requests per batch.", flush=True)
+    server = LocalServer(["--max-requests-per-batch", str(_AT_ONCE)])
     try:
-        spans = asyncio.run(_stream_all(f"127.0.0.1:{port}", server))
+        spans = asyncio.run(_stream_all(server))
     except ChairliftError as error:
         print(f"chairlift: {error}", file=sys.stderr)
         spans = []
     finally:
-        code = _stop(server)
+        code = server.stop()
     if spans:
         print("\n".join(timeline(spans)))
     failed = [span.title for span in spans if not span.is_good]
@@ -94,30 +81,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _stop(server: subprocess.Popen[bytes]) -> int:
-    """As Ctrl-C would; the exit code."""
-    if server.poll() is None:
-        server.send_signal(signal.SIGINT)
-    try:
-        return server.wait(_STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        print(f"chairlift: the server did not stop within {_STOP_SECONDS:g} s", file=sys.stderr)
-        server.send_signal(signal.SIGINT)  # the second one kills
-        return server.wait(_STOP_SECONDS) or 1
-
-
-async def _stream_all(address: str, server: subprocess.Popen[bytes]) -> list[Span]:
+async def _stream_all(server: LocalServer) -> list[Span]:
     spans = [Span(question) for question, _ in _PROMPTS]
     lanes = {str(number + 1): span.title for number, span in enumerate(spans)}
-    async with AsyncChairlift(address) as chairlift:
-        if not await _is_ready(chairlift, server):
+    async with AsyncChairlift(server.address) as chairlift:
+        if not await server.is_ready(
+            chairlift, lambda what: print(f"Waiting ({what}) …", flush=True)
+        ):
             return []
         model = (await chairlift.model_info()).model
         print(f"Ready: {model}. {len(spans)} prompts, {_AT_ONCE} at a time:\n", flush=True)
@@ -129,27 +99,6 @@ async def _stream_all(address: str, server: subprocess.Popen[bytes]) -> list[Spa
             ]
             await asyncio.gather(*tasks)
     return spans
-
-
-async def _is_ready(chairlift: AsyncChairlift, server: subprocess.Popen[bytes]) -> bool:
-    """Waits until the server is ready; False if it ends, or fails to load, before that."""
-    seen: list[str] = []
-
-    def note(waiting_for: str) -> None:
-        seen.append(waiting_for)
-        print(f"Waiting ({waiting_for}) …", flush=True)
-
-    waiting = asyncio.create_task(chairlift.wait_ready(_READY_SECONDS, note))
-    while not waiting.done():
-        await asyncio.wait([waiting], timeout=0.5)
-        is_hopeless = seen.count("worker: loading") > _LOADS
-        if is_hopeless:
-            print("chairlift: the worker dies while loading; see above", file=sys.stderr)
-        if is_hopeless or server.poll() is not None:
-            waiting.cancel()
-            return False
-    await waiting
-    return True
 
 
 async def _stream_one(

@@ -13,18 +13,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Final, NoReturn
+from typing import IO, Final, NoReturn
 
 
 class LaunchError(Exception):
     """A program that cannot be started here; `str()` says how to change that."""
 
 
-_MODULES: Final = {"scheduler": "scheduler_svc", "worker": "worker"}
+_MODULES: Final = {"scheduler": "scheduler_svc", "worker": "worker", "compare": "worker.compare"}
 _NEEDS: Final = {
     "scheduler": ("grpc_health", "grpc_reflection", "jinja2", "numpy", "transformers", "zmq"),
     "worker": ("numpy", "psutil", "torch", "transformers", "zmq"),
+    "compare": ("psutil", "torch", "transformers"),
 }
+
+_EXTRAS: Final = {"scheduler": "scheduler", "worker": "worker", "compare": "worker"}
 
 
 def command(part: str, arguments: Sequence[str]) -> list[str]:
@@ -33,19 +36,22 @@ def command(part: str, arguments: Sequence[str]) -> list[str]:
     if missing:
         raise LaunchError(
             f"the {part} needs {', '.join(missing)}, which is not installed here: "
-            f"pip install 'chairlift[{part}]'"
+            f"pip install 'chairlift[{_EXTRAS[part]}]'"
         )
     return [sys.executable, "-P", "-m", _MODULES[part], *arguments]
 
 
-def start(line: Sequence[str]) -> subprocess.Popen[bytes]:
+def start(line: Sequence[str], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
     """A child that a Ctrl-C in the terminal does not reach: its parent decides what that means.
 
-    On Linux the kernel sends it SIGTERM should the parent be killed.
+    What it prints goes to `output`; None: where the parent's goes. On Linux the kernel sends it
+    SIGTERM should the parent be killed.
     """
     return subprocess.Popen(
         line,
         stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
         process_group=0,
         preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     )

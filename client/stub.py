@@ -278,6 +278,20 @@ class Chairlift:
         )
         return response
 
+    def watch_steps(self) -> Iterator[admin_pb2.StepSummary]:
+        """Returns once the server watches; then a summary of every step, until it is left."""
+        call = self._admin.WatchSteps(admin_pb2.WatchStepsRequest())
+        call.initial_metadata()
+        return self._summaries(call)
+
+    def _summaries(self, call: Any) -> Iterator[admin_pb2.StepSummary]:
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise self._translate(error) from None
+        finally:
+            call.cancel()
+
     def flush_cache(self, *, timeout: float | None = None) -> int:
         """Empties the prefix cache; how many blocks can no longer be found."""
         response: admin_pb2.FlushCacheResponse = self._call(

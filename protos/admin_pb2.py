@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/admin.proto\x12\x0c\x63hairlift.v1\"\xf0\x01\n\x0eRequestSummary\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x11\n\toffloaded\x18\x03 \x01(\x08\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x05\x12\x17\n\x0f\x63omputed_tokens\x18\x06 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x07 \x01(\x05\x12\x12\n\nmax_tokens\x18\x08 \x01(\x05\x12\x13\n\x0bpreemptions\x18\t \x01(\x05\x12\x13\n\x0b\x61ge_seconds\x18\n \x01(\x01\x12\r\n\x05index\x18\x0b \x01(\x05\"3\n\x13ListRequestsRequest\x12\r\n\x05state\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\x05\"U\n\x14ListRequestsResponse\x12.\n\x08requests\x18\x01 \x03(\x0b\x32\x1c.chairlift.v1.RequestSummary\x12\r\n\x05total\x18\x02 \x01(\x05\"\'\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"C\n\nBlockTable\x12\r\n\x05group\x18\x01 \x01(\t\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\x05\x12\x0e\n\x06\x62locks\x18\x03 \x03(\x05\"\xb9\x01\n\x12GetRequestResponse\x12-\n\x07summary\x18\x01 \x01(\x0b\x32\x1c.chairlift.v1.RequestSummary\x12\x10\n\x03row\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\x0fplans_in_flight\x18\x03 \x01(\x05\x12\x11\n\ttoken_ids\x18\x04 \x03(\x05\x12.\n\x0c\x62lock_tables\x18\x05 \x03(\x0b\x32\x18.chairlift.v1.BlockTableB\x06\n\x04_row\"\x11\n\x0fGetCacheRequest\"\x9f\x01\n\nCacheGroup\x12\r\n\x05group\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\x05\x12\x16\n\x0esliding_window\x18\x03 \x01(\x05\x12\x14\n\x0c\x62locks_total\x18\x04 \x01(\x05\x12\x13\n\x0b\x62locks_free\x18\x05 \x01(\x05\x12\x15\n\rblocks_cached\x18\x06 \x01(\x05\x12\x14\n\x0c\x62locks_owned\x18\x07 \x01(\x05\"\xd6\x02\n\x10GetCacheResponse\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x14\n\x0c\x63hunks_total\x18\x02 \x01(\x05\x12\x13\n\x0b\x63hunks_free\x18\x03 \x01(\x05\x12\x13\n\x0b\x63hunk_bytes\x18\x04 \x01(\x03\x12(\n\x06groups\x18\x05 \x03(\x0b\x32\x18.chairlift.v1.CacheGroup\x12\x15\n\rtokens_stored\x18\x06 \x01(\x03\x12\x13\n\x0butilisation\x18\x07 \x01(\x01\x12\x16\n\x0eprefix_queries\x18\x08 \x01(\x03\x12\x13\n\x0bprefix_hits\x18\t \x01(\x03\x12\x19\n\x11swap_chunks_total\x18\n \x01(\x05\x12\x18\n\x10swap_chunks_free\x18\x0b \x01(\x05\x12\x10\n\x08offloads\x18\x0c \x01(\x03\x12\x10\n\x08restores\x18\r \x01(\x03\x12\x13\n\x0bsoft_resets\x18\x0e \x01(\x03\"\x13\n\x11WatchStepsRequest\"\xb1\x01\n\x0bStepSummary\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x14\n\x0cnum_requests\x18\x02 \x01(\x05\x12\x12\n\nnum_tokens\x18\x03 \x01(\x05\x12\x16\n\x0enum_prefilling\x18\x04 \x01(\x05\x12\x14\n\x0cnum_decoding\x18\x05 \x01(\x05\x12\x13\n\x0bnum_pending\x18\x06 \x01(\x05\x12\x13\n\x0b\x62locks_free\x18\x07 \x01(\x05\x12\x0f\n\x07seconds\x18\x08 \x01(\x01\"\x13\n\x11\x46lushCacheRequest\",\n\x12\x46lushCacheResponse\x12\x16\n\x0e\x62locks_flushed\x18\x01 \x01(\x05\"\x0e\n\x0cPauseRequest\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"<\n\x0c\x44rainRequest\x12\x1a\n\rgrace_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_grace_seconds\"\x0f\n\rDrainResponse\"\x15\n\x13StartProfileRequest\"\x16\n\x14StartProfileResponse\"\x14\n\x12StopProfileRequest\"#\n\x13StopProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"#\n\x12SetLogLevelRequest\x12\r\n\x05level\x18\x01 \x01(\t\"\'\n\x13SetLogLevelResponse\x12\x10\n\x08previous\x18\x01 \x01(\t2\xdf\x06\n\x05\x41\x64min\x12U\n\x0cListRequests\x12!.chairlift.v1.ListRequestsRequest\x1a\".chairlift.v1.ListRequestsResponse\x12O\n\nGetRequest\x12\x1f.chairlift.v1.GetRequestRequest\x1a .chairlift.v1.GetRequestResponse\x12I\n\x08GetCache\x12\x1d.chairlift.v1.GetCacheRequest\x1a\x1e.chairlift.v1.GetCacheResponse\x12J\n\nWatchSteps\x12\x1f.chairlift.v1.WatchStepsRequest\x1a\x19.chairlift.v1.StepSummary0\x01\x12O\n\nFlushCache\x12\x1f.chairlift.v1.FlushCacheRequest\x1a .chairlift.v1.FlushCacheResponse\x12@\n\x05Pause\x12\x1a.chairlift.v1.PauseRequest\x1a\x1b.chairlift.v1.PauseResponse\x12\x43\n\x06Resume\x12\x1b.chairlift.v1.ResumeRequest\x1a\x1c.chairlift.v1.ResumeResponse\x12@\n\x05\x44rain\x12\x1a.chairlift.v1.DrainRequest\x1a\x1b.chairlift.v1.DrainResponse\x12U\n\x0cStartProfile\x12!.chairlift.v1.StartProfileRequest\x1a\".chairlift.v1.StartProfileResponse\x12R\n\x0bStopProfile\x12 .chairlift.v1.StopProfileRequest\x1a!.chairlift.v1.StopProfileResponse\x12R\n\x0bSetLogLevel\x12 .chairlift.v1.SetLogLevelRequest\x1a!.chairlift.v1.SetLogLevelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/admin.proto\x12\x0c\x63hairlift.v1\"\xf0\x01\n\x0eRequestSummary\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x11\n\toffloaded\x18\x03 \x01(\x08\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x05\x12\x17\n\x0f\x63omputed_tokens\x18\x06 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x07 \x01(\x05\x12\x12\n\nmax_tokens\x18\x08 \x01(\x05\x12\x13\n\x0bpreemptions\x18\t \x01(\x05\x12\x13\n\x0b\x61ge_seconds\x18\n \x01(\x01\x12\r\n\x05index\x18\x0b \x01(\x05\"3\n\x13ListRequestsRequest\x12\r\n\x05state\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\x05\"U\n\x14ListRequestsResponse\x12.\n\x08requests\x18\x01 \x03(\x0b\x32\x1c.chairlift.v1.RequestSummary\x12\r\n\x05total\x18\x02 \x01(\x05\"\'\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"C\n\nBlockTable\x12\r\n\x05group\x18\x01 \x01(\t\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\x05\x12\x0e\n\x06\x62locks\x18\x03 \x03(\x05\"\xb9\x01\n\x12GetRequestResponse\x12-\n\x07summary\x18\x01 \x01(\x0b\x32\x1c.chairlift.v1.RequestSummary\x12\x10\n\x03row\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\x0fplans_in_flight\x18\x03 \x01(\x05\x12\x11\n\ttoken_ids\x18\x04 \x03(\x05\x12.\n\x0c\x62lock_tables\x18\x05 \x03(\x0b\x32\x18.chairlift.v1.BlockTableB\x06\n\x04_row\"\x11\n\x0fGetCacheRequest\"\x9f\x01\n\nCacheGroup\x12\r\n\x05group\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\x05\x12\x16\n\x0esliding_window\x18\x03 \x01(\x05\x12\x14\n\x0c\x62locks_total\x18\x04 \x01(\x05\x12\x13\n\x0b\x62locks_free\x18\x05 \x01(\x05\x12\x15\n\rblocks_cached\x18\x06 \x01(\x05\x12\x14\n\x0c\x62locks_owned\x18\x07 \x01(\x05\"\xd6\x02\n\x10GetCacheResponse\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x14\n\x0c\x63hunks_total\x18\x02 \x01(\x05\x12\x13\n\x0b\x63hunks_free\x18\x03 \x01(\x05\x12\x13\n\x0b\x63hunk_bytes\x18\x04 \x01(\x03\x12(\n\x06groups\x18\x05 \x03(\x0b\x32\x18.chairlift.v1.CacheGroup\x12\x15\n\rtokens_stored\x18\x06 \x01(\x03\x12\x13\n\x0butilisation\x18\x07 \x01(\x01\x12\x16\n\x0eprefix_queries\x18\x08 \x01(\x03\x12\x13\n\x0bprefix_hits\x18\t \x01(\x03\x12\x19\n\x11swap_chunks_total\x18\n \x01(\x05\x12\x18\n\x10swap_chunks_free\x18\x0b \x01(\x05\x12\x10\n\x08offloads\x18\x0c \x01(\x03\x12\x10\n\x08restores\x18\r \x01(\x03\x12\x13\n\x0bsoft_resets\x18\x0e \x01(\x03\"\x13\n\x11WatchStepsRequest\"\xdb\x02\n\x0bStepSummary\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x14\n\x0cnum_requests\x18\x02 \x01(\x05\x12\x12\n\nnum_tokens\x18\x03 \x01(\x05\x12\x16\n\x0enum_prefilling\x18\x04 \x01(\x05\x12\x14\n\x0cnum_decoding\x18\x05 \x01(\x05\x12\x13\n\x0bnum_pending\x18\x06 \x01(\x05\x12\x13\n\x0b\x63hunks_free\x18\x07 \x01(\x05\x12\x0f\n\x07seconds\x18\x08 \x01(\x01\x12\x15\n\rstart_seconds\x18\t \x01(\x01\x12\x16\n\x0e\x64\x65vice_seconds\x18\n \x01(\x01\x12\x14\n\x0cnum_finished\x18\x0b \x01(\x05\x12\x13\n\x0bnum_running\x18\x0c \x01(\x05\x12\x14\n\x0c\x63hunks_total\x18\r \x01(\x05\x12\x13\n\x0butilisation\x18\x0e \x01(\x01\x12\x13\n\x0bpreemptions\x18\x0f \x01(\x03\x12\x0e\n\x06missed\x18\x10 \x01(\x03\"\x13\n\x11\x46lushCacheRequest\",\n\x12\x46lushCacheResponse\x12\x16\n\x0e\x62locks_flushed\x18\x01 \x01(\x05\"\x0e\n\x0cPauseRequest\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"<\n\x0c\x44rainRequest\x12\x1a\n\rgrace_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_grace_seconds\"\x0f\n\rDrainResponse\"\x15\n\x13StartProfileRequest\"\x16\n\x14StartProfileResponse\"\x14\n\x12StopProfileRequest\"#\n\x13StopProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"#\n\x12SetLogLevelRequest\x12\r\n\x05level\x18\x01 \x01(\t\"\'\n\x13SetLogLevelResponse\x12\x10\n\x08previous\x18\x01 \x01(\t2\xdf\x06\n\x05\x41\x64min\x12U\n\x0cListRequests\x12!.chairlift.v1.ListRequestsRequest\x1a\".chairlift.v1.ListRequestsResponse\x12O\n\nGetRequest\x12\x1f.chairlift.v1.GetRequestRequest\x1a .chairlift.v1.GetRequestResponse\x12I\n\x08GetCache\x12\x1d.chairlift.v1.GetCacheRequest\x1a\x1e.chairlift.v1.GetCacheResponse\x12J\n\nWatchSteps\x12\x1f.chairlift.v1.WatchStepsRequest\x1a\x19.chairlift.v1.StepSummary0\x01\x12O\n\nFlushCache\x12\x1f.chairlift.v1.FlushCacheRequest\x1a .chairlift.v1.FlushCacheResponse\x12@\n\x05Pause\x12\x1a.chairlift.v1.PauseRequest\x1a\x1b.chairlift.v1.PauseResponse\x12\x43\n\x06Resume\x12\x1b.chairlift.v1.ResumeRequest\x1a\x1c.chairlift.v1.ResumeResponse\x12@\n\x05\x44rain\x12\x1a.chairlift.v1.DrainRequest\x1a\x1b.chairlift.v1.DrainResponse\x12U\n\x0cStartProfile\x12!.chairlift.v1.StartProfileRequest\x1a\".chairlift.v1.StartProfileResponse\x12R\n\x0bStopProfile\x12 .chairlift.v1.StopProfileRequest\x1a!.chairlift.v1.StopProfileResponse\x12R\n\x0bSetLogLevel\x12 .chairlift.v1.SetLogLevelRequest\x1a!.chairlift.v1.SetLogLevelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,35 +52,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHSTEPSREQUEST']._serialized_start=1243
   _globals['_WATCHSTEPSREQUEST']._serialized_end=1262
   _globals['_STEPSUMMARY']._serialized_start=1265
-  _globals['_STEPSUMMARY']._serialized_end=1442
-  _globals['_FLUSHCACHEREQUEST']._serialized_start=1444
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=1463
-  _globals['_FLUSHCACHERESPONSE']._serialized_start=1465
-  _globals['_FLUSHCACHERESPONSE']._serialized_end=1509
-  _globals['_PAUSEREQUEST']._serialized_start=1511
-  _globals['_PAUSEREQUEST']._serialized_end=1525
-  _globals['_PAUSERESPONSE']._serialized_start=1527
-  _globals['_PAUSERESPONSE']._serialized_end=1542
-  _globals['_RESUMEREQUEST']._serialized_start=1544
-  _globals['_RESUMEREQUEST']._serialized_end=1559
-  _globals['_RESUMERESPONSE']._serialized_start=1561
-  _globals['_RESUMERESPONSE']._serialized_end=1577
-  _globals['_DRAINREQUEST']._serialized_start=1579
-  _globals['_DRAINREQUEST']._serialized_end=1639
-  _globals['_DRAINRESPONSE']._serialized_start=1641
-  _globals['_DRAINRESPONSE']._serialized_end=1656
-  _globals['_STARTPROFILEREQUEST']._serialized_start=1658
-  _globals['_STARTPROFILEREQUEST']._serialized_end=1679
-  _globals['_STARTPROFILERESPONSE']._serialized_start=1681
-  _globals['_STARTPROFILERESPONSE']._serialized_end=1703
-  _globals['_STOPPROFILEREQUEST']._serialized_start=1705
-  _globals['_STOPPROFILEREQUEST']._serialized_end=1725
-  _globals['_STOPPROFILERESPONSE']._serialized_start=1727
-  _globals['_STOPPROFILERESPONSE']._serialized_end=1762
-  _globals['_SETLOGLEVELREQUEST']._serialized_start=1764
-  _globals['_SETLOGLEVELREQUEST']._serialized_end=1799
-  _globals['_SETLOGLEVELRESPONSE']._serialized_start=1801
-  _globals['_SETLOGLEVELRESPONSE']._serialized_end=1840
-  _globals['_ADMIN']._serialized_start=1843
-  _globals['_ADMIN']._serialized_end=2706
+  _globals['_STEPSUMMARY']._serialized_end=1612
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=1614
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=1633
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=1635
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=1679
+  _globals['_PAUSEREQUEST']._serialized_start=1681
+  _globals['_PAUSEREQUEST']._serialized_end=1695
+  _globals['_PAUSERESPONSE']._serialized_start=1697
+  _globals['_PAUSERESPONSE']._serialized_end=1712
+  _globals['_RESUMEREQUEST']._serialized_start=1714
+  _globals['_RESUMEREQUEST']._serialized_end=1729
+  _globals['_RESUMERESPONSE']._serialized_start=1731
+  _globals['_RESUMERESPONSE']._serialized_end=1747
+  _globals['_DRAINREQUEST']._serialized_start=1749
+  _globals['_DRAINREQUEST']._serialized_end=1809
+  _globals['_DRAINRESPONSE']._serialized_start=1811
+  _globals['_DRAINRESPONSE']._serialized_end=1826
+  _globals['_STARTPROFILEREQUEST']._serialized_start=1828
+  _globals['_STARTPROFILEREQUEST']._serialized_end=1849
+  _globals['_STARTPROFILERESPONSE']._serialized_start=1851
+  _globals['_STARTPROFILERESPONSE']._serialized_end=1873
+  _globals['_STOPPROFILEREQUEST']._serialized_start=1875
+  _globals['_STOPPROFILEREQUEST']._serialized_end=1895
+  _globals['_STOPPROFILERESPONSE']._serialized_start=1897
+  _globals['_STOPPROFILERESPONSE']._serialized_end=1932
+  _globals['_SETLOGLEVELREQUEST']._serialized_start=1934
+  _globals['_SETLOGLEVELREQUEST']._serialized_end=1969
+  _globals['_SETLOGLEVELRESPONSE']._serialized_start=1971
+  _globals['_SETLOGLEVELRESPONSE']._serialized_end=2010
+  _globals['_ADMIN']._serialized_start=2013
+  _globals['_ADMIN']._serialized_end=2876
 # @@protoc_insertion_point(module_scope)

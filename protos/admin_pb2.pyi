@@ -137,24 +137,40 @@ class WatchStepsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StepSummary(_message.Message):
-    __slots__ = ("step_id", "num_requests", "num_tokens", "num_prefilling", "num_decoding", "num_pending", "blocks_free", "seconds")
+    __slots__ = ("step_id", "num_requests", "num_tokens", "num_prefilling", "num_decoding", "num_pending", "chunks_free", "seconds", "start_seconds", "device_seconds", "num_finished", "num_running", "chunks_total", "utilisation", "preemptions", "missed")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFILLING_FIELD_NUMBER: _ClassVar[int]
     NUM_DECODING_FIELD_NUMBER: _ClassVar[int]
     NUM_PENDING_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FREE_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    START_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    UTILISATION_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     num_requests: int
     num_tokens: int
     num_prefilling: int
     num_decoding: int
     num_pending: int
-    blocks_free: int
+    chunks_free: int
     seconds: float
-    def __init__(self, step_id: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_decoding: _Optional[int] = ..., num_pending: _Optional[int] = ..., blocks_free: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+    start_seconds: float
+    device_seconds: float
+    num_finished: int
+    num_running: int
+    chunks_total: int
+    utilisation: float
+    preemptions: int
+    missed: int
+    def __init__(self, step_id: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_decoding: _Optional[int] = ..., num_pending: _Optional[int] = ..., chunks_free: _Optional[int] = ..., seconds: _Optional[float] = ..., start_seconds: _Optional[float] = ..., device_seconds: _Optional[float] = ..., num_finished: _Optional[int] = ..., num_running: _Optional[int] = ..., chunks_total: _Optional[int] = ..., utilisation: _Optional[float] = ..., preemptions: _Optional[int] = ..., missed: _Optional[int] = ...) -> None: ...
 
 class FlushCacheRequest(_message.Message):
     __slots__ = ()

@@ -97,7 +97,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
         return response
 
     async def WatchSteps(self, request: pb.WatchStepsRequest, context: Context) -> None:
-        _later("Admin.WatchSteps (a stream of step summaries)")
+        with self._engine.steps.watch() as watcher:
+            await context.send_initial_metadata(())  # "watching", before there is a step
+            while True:
+                report = await watcher.next()
+                summary = pb.StepSummary(missed=watcher.missed)
+                _fill(summary, report.view)
+                _fill(summary, report)
+                await context.write(summary)
 
     async def FlushCache(
         self, request: pb.FlushCacheRequest, context: Context

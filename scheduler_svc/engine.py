@@ -44,6 +44,7 @@ from scheduler_svc.errors import (
     Unavailable,
 )
 from scheduler_svc.events import Event, ModelFacts, Status, Submission, TextStream
+from scheduler_svc.step_feed import StepFeed
 from scheduler_svc.worker_link import Link, WorkerMessage
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class Engine:
         engine's thread; neither may block. `max_queue_size` bounds waiting requests; 0 = no bound.
         """
         self.status = Status("connecting", None, None, 0, 0)
+        self.steps = StepFeed(clock)
         self._limits = limits
         self._configure = configure
         self._link = link
@@ -249,6 +251,7 @@ class Engine:
             self._lose_worker(f"it answers wrongly: {mismatch}")
             return
         absorbed = absorb(self._state, result)
+        self.steps.returned(result.step_id, result.device_microseconds)
         self._answers.add_tokens(absorbed.tokens)
         for request in absorbed.not_finite:
             self._fail(request.request_id, "its hidden states are not finite numbers")
@@ -357,6 +360,7 @@ class Engine:
                 for admission in decision.admissions:
                     self._answers.note_scheduled(admission.request)
                 self._link.send(link_pb2.Envelope(), pack(self._state, step))
+                self.steps.planned(self._state, step)
             elif decision.is_empty:
                 if self._state.requests and not self._state.in_flight:
                     raise InvariantError(f"wedged with {len(self._state.requests)} live requests")

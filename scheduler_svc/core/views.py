@@ -104,18 +104,10 @@ def get_request(state: State, request_id: str) -> RequestDetail | None:
 
 
 def get_cache(state: State) -> CacheView:
-    """How the KV memory is used; shared blocks count once.
-
-    Utilisation is the share of token places in owned chunks that hold a token's KV: what is lost
-    are the ends of last pages, and blocks of chunks that nobody owns.
-    """
-    page_size = state.geometry.page_size
-    stored = could_hold = 0
-    for group, allocator in enumerate(state.allocators):
-        stored += allocator.num_owned * page_size - _empty_places(state, group)
-        could_hold += len(allocator.held_chunks()) * allocator.blocks_per_chunk * page_size
+    """How the KV memory is used; shared blocks count once."""
+    stored, could_hold = token_places(state)
     return CacheView(
-        page_size=page_size,
+        page_size=state.geometry.page_size,
         chunks_total=state.pool.num_usable,
         chunks_free=state.pool.num_free,
         chunk_bytes=state.geometry.chunk_bytes,
@@ -141,6 +133,21 @@ def get_cache(state: State) -> CacheView:
         restores=state.counters.restores,
         soft_resets=state.counters.soft_resets,
     )
+
+
+def token_places(state: State) -> tuple[int, int]:
+    """Tokens whose KV is stored, and those that the owned chunks could hold.
+
+    What is lost between the two: the ends of last pages, pages reserved for later, and blocks of
+    chunks that nobody owns.
+    """
+    page_size = state.geometry.page_size
+    stored = could_hold = 0
+    for group, allocator in enumerate(state.allocators):
+        stored += allocator.num_owned * page_size - _empty_places(state, group)
+        num_chunks = int(np.count_nonzero(allocator.used))
+        could_hold += num_chunks * allocator.blocks_per_chunk * page_size
+    return stored, could_hold
 
 
 def _empty_places(state: State, group: int) -> int:

@@ -174,6 +174,21 @@ class FakeEngine(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServi
             soft_resets=4,
         )
 
+    def WatchSteps(
+        self, request: admin_pb2.WatchStepsRequest, context: grpc.ServicerContext
+    ) -> Iterator[admin_pb2.StepSummary]:
+        context.send_initial_metadata(())
+        for number in range(2):
+            yield admin_pb2.StepSummary(
+                step_id=number,
+                num_decoding=3,
+                start_seconds=1000.0 + number,
+                seconds=0.5,
+                chunks_free=25,
+                chunks_total=100,
+                missed=number,
+            )
+
     def FlushCache(
         self, request: admin_pb2.FlushCacheRequest, context: grpc.ServicerContext
     ) -> admin_pb2.FlushCacheResponse:

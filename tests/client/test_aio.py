@@ -151,6 +151,7 @@ async def test_small_calls(chairlift: AsyncChairlift, engine: FakeEngine) -> Non
     assert (await chairlift.list_requests()).total == 2
     assert (await chairlift.get_cache()).chunks_free == 75
     assert await chairlift.flush_cache() == 40
+    assert [summary.step_id async for summary in await chairlift.watch_steps()] == [0, 1]
     engine.is_ready = False
     seen: list[str] = []
 

@@ -20,6 +20,7 @@ from scheduler_svc.events import (
     Submission,
 )
 from scheduler_svc.served_model import NO_WORKER
+from scheduler_svc.step_feed import StepFeed
 
 FACTS = ModelFacts(
     model_path="/models/tiny",
@@ -48,6 +49,7 @@ class FakeEngine:
     deliver: Callable[[list[Event]], None]
     on_status: Callable[[Status], None]
     status: Status = NO_WORKER
+    steps: StepFeed = field(default_factory=StepFeed)
     live: dict[str, Live] = field(default_factory=dict)
     submitted: list[Submission] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)

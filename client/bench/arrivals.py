@@ -1,0 +1,57 @@
+"""When requests are sent: all at once, at random by a rate, or in bursts.
+
+all           offline: everything at the start
+poisson:RATE  independent of each other, RATE per second on average
+bursts:N/T    N at once, every T seconds
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+
+NOTATION = "all, poisson:RATE or bursts:N/SECONDS"
+
+_NUMBER = r"\d+(?:\.\d*)?|\.\d+"
+_POISSON = re.compile(rf"poisson:({_NUMBER})")
+_BURSTS = re.compile(rf"bursts:(\d+)/({_NUMBER})")
+
+
+class NotAnArrival(ValueError):
+    """The text is none of the notations; `str()` says what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """A rule for moments; `text` is its notation."""
+
+    text: str
+    burst: int  # requests that come together; 0 = all of them
+    gap: float  # seconds between bursts: exactly, or on average
+    is_random: bool
+
+    def __str__(self) -> str:
+        return self.text
+
+    def times(self, count: int, seed: int) -> list[float]:
+        """Seconds after the start at which each of `count` requests is sent, rising."""
+        source = random.Random(seed)
+        times: list[float] = []
+        now = 0.0
+        while len(times) < count:
+            times += [now] * min(self.burst or count, count - len(times))
+            now += source.expovariate(1 / self.gap) if self.is_random else self.gap
+        return times
+
+
+def parse_arrivals(text: str) -> Arrivals:
+    """Raises NotAnArrival."""
+    if text == "all":
+        return Arrivals(text, 0, 0.0, is_random=False)
+    poisson, bursts = _POISSON.fullmatch(text), _BURSTS.fullmatch(text)
+    if poisson and float(poisson[1]) > 0:
+        return Arrivals(text, 1, 1 / float(poisson[1]), is_random=True)
+    if bursts and int(bursts[1]) > 0 and float(bursts[2]) > 0:
+        return Arrivals(text, int(bursts[1]), float(bursts[2]), is_random=False)
+    raise NotAnArrival(f"{text!r} is no arrival; allowed: {NOTATION}, with numbers above 0")

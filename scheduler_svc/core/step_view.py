@@ -1,0 +1,54 @@
+"""What a watcher may see of a step; field names are those of protos/admin.proto."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler_svc.core.state import InFlight, State
+from scheduler_svc.core.views import token_places
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """A step as it was planned: what it computes, and the pool and queue beside it."""
+
+    step_id: int
+    num_requests: int
+    num_tokens: int
+    num_prefilling: int
+    num_decoding: int
+    num_finished: int
+    num_running: int
+    num_pending: int
+    chunks_free: int
+    chunks_total: int
+    utilisation: float
+    preemptions: int
+
+
+def view_step(state: State, step: InFlight) -> StepView:
+    """Of a step that was just committed."""
+    requests = step.requests[: len(step.rows)]
+    is_finished = state.rows.is_finished[step.rows]
+    prompt_ends = np.array([request.num_prompt_tokens for request in requests], np.int32)
+    # by position, not by state: under run-ahead the state is one step late
+    decodes = (step.num_new_tokens == 1) & (step.ends > prompt_ends) & ~is_finished
+    order = state.rows.order()
+    stored, could_hold = token_places(state)
+    num_decoding, num_finished = int(decodes.sum()), int(is_finished.sum())
+    return StepView(
+        step_id=step.step_id,
+        num_requests=len(requests),
+        num_tokens=int(step.num_new_tokens.sum()),
+        num_prefilling=len(requests) - num_decoding - num_finished,
+        num_decoding=num_decoding,
+        num_finished=num_finished,
+        num_running=len(order) - int(state.rows.is_finished[order].sum()),
+        num_pending=len(state.pending),
+        chunks_free=state.pool.num_free,
+        chunks_total=state.pool.num_usable,
+        utilisation=stored / could_hold if could_hold else 0.0,
+        preemptions=state.counters.offloads + state.counters.soft_resets,
+    )

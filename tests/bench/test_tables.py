@@ -1,0 +1,110 @@
+"""The tables of README's benchmarks, from results whose figures are known."""
+
+from __future__ import annotations
+
+import dataclasses
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from client.bench.compare import SYSTEMS
+from client.bench.records import Run
+from client.bench.result import Result
+from tests.bench import against_transformers, static_vs_fifo
+from tests.bench.rows_picture import rows_picture
+from tests.client.bench.records import request, result, step
+
+
+def measured(slowness: float, rows: int, wasted: int = 0, label: str = "fifo") -> Result:
+    """Four tokens, the last one after so many seconds; one step that computes these rows."""
+    run = Run(
+        "chairlift",
+        0,
+        [request("a", 0.0, [slowness / 4 * (n + 1) for n in range(4)])],
+        [step(0.0, slowness, num_decoding=rows - wasted, num_finished=wasted)],
+    )
+    return result(run, label=label)
+
+
+def pair(slowness: float = 1.0) -> dict[str, list[Result]]:
+    return {
+        "static": [measured(6.0 * slowness, rows=90, wasted=50, label="static")],
+        "fifo": [measured(2.0 * slowness, rows=30)],
+    }
+
+
+def line(table: str, title: str) -> list[str]:
+    (found,) = [row for row in table.splitlines() if row.startswith(f"| {title} ")]
+    return [cell.strip() for cell in found.strip("|").split("|")]
+
+
+def test_the_table_sets_ours_beside_the_published_figures() -> None:
+    """The published ratio is about another engine: only side by side does it say something."""
+    table = static_vs_fifo.table("mixed", "offline", pair())
+    assert line(table, "output tokens per second")[1:] == [
+        "0.667",
+        "2",
+        "3.00×",  # noqa: RUF001
+        "420 → 1,350 (3.2×)",  # noqa: RUF001
+    ]
+    assert line(table, "end to end, p50")[1:4] == ["6 s", "2 s", "−67%"]  # noqa: RUF001
+    assert line(table, "rows computed")[1:4] == ["90", "30", "−67%"]  # noqa: RUF001
+    assert "throughput 3.00×, rows computed 3.00× fewer: +0% apart" in table  # noqa: RUF001
+
+
+def test_equal_lengths_have_a_published_figure_of_their_own() -> None:
+    """3.2 times on equal lengths was never claimed."""
+    table = static_vs_fifo.table("equal", "offline", pair())
+    assert line(table, "output tokens per second")[-1] == "580 → 620 (+7 %)"
+    assert line(table, "end to end, p50")[-1] == ""
+
+
+def test_ratios_are_medians_over_the_turns() -> None:
+    """The second turn on a machine that is busy, twice as slow for both: still three times."""
+    turns = [pair(), pair(2.0), pair(4.0)]
+    found = {policy: [turn[policy][0] for turn in turns] for policy in static_vs_fifo.POLICIES}
+    table = static_vs_fifo.table("mixed", "poisson", found)
+    assert "3 turns" in table
+    assert line(table, "output tokens per second")[1:4] == ["0.333", "1", "3.00×"]  # noqa: RUF001
+
+
+def test_what_is_there_is_found_turn_by_turn(tmp_path: Path) -> None:
+    """A comparison that is measured in pieces is put together from its files."""
+    for turn in (0, 1, 3):
+        path = static_vs_fifo.file_of(tmp_path, "mixed", "offline", "fifo", turn)
+        measured(1.0 + turn, 5).write(path)
+    found = static_vs_fifo.turns(tmp_path, "mixed", "offline", "fifo")
+    assert [figures.seconds for figures in map(static_vs_fifo.figures, found)] == [1.0, 2.0]
+    assert static_vs_fifo.turns(tmp_path, "mixed", "offline", "static") == []
+
+
+def test_poisson_needs_to_know_where_fifo_saturates(tmp_path: Path) -> None:
+    """A rate out of the air would measure an idle server, or a queue without end."""
+    options = static_vs_fifo.parse(["--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="needs the offline measurement"):
+        static_vs_fifo.measure(options, "mixed", "poisson", "static", 0)
+
+
+def test_the_picture_stands_by_itself_and_shows_what_was_wasted() -> None:
+    """It goes into README as a file: no style of a page around it."""
+    svg = rows_picture([pair()["static"][0], pair()["fifo"][0]])
+    root = ElementTree.fromstring(svg)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert "prefers-color-scheme: dark" in svg
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "static: rows of each step" in texts
+    assert "ended, computed all the same" in texts
+    assert texts.count("90") <= 2
+    assert texts.count("100") == 2, "both have the same axis"
+
+
+def test_the_table_against_transformers() -> None:
+    """Tokens per second of all, and how many times the two others that is."""
+    own = measured(2.0, 4).runs[0]
+    others = [
+        dataclasses.replace(measured(slowness, 4).runs[0], system=system)
+        for slowness, system in zip((8.0, 5.0), SYSTEMS.values(), strict=True)
+    ]
+    table = against_transformers.table({"mixed": result(own, *others)})
+    assert table.splitlines()[-1] == "| mixed | 2.0 | 0.5 | 0.8 | 4.00 | 2.50 | 2.0 |"
