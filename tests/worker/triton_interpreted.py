@@ -122,27 +122,6 @@ def test_a_decode_has_the_same_bits_alone_and_in_any_batch():
     assert torch.equal(poisoned[starts[5] :], together[starts[5] :])
 
 
-def test_a_token_has_the_same_bits_whatever_is_computed_beside_it():
-    """Tokens that are verified together must come out as they would one by one, so pieces and key
-    tiles begin at fixed positions. Here the window of the first reaches into one piece more."""
-    case = make_case([(4, 106)], 3, 16, torch.float32, 16, sliding_window=41)
-    together = attend(backend(), case)
-    slots = case.context.groups[0].slot_mapping
-    for t in range(4):
-        one = slice(t, t + 1)
-        context = replace(
-            case.context,
-            query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
-            seq_lens=torch.tensor([103 + t], dtype=torch.int32),
-            groups=(replace(case.context.groups[0], slot_mapping=slots[one]),),
-            longest_query=1,
-        )
-        tensors = {name: getattr(case, name)[one] for name in ("query", "key", "value")}
-        assert torch.equal(
-            attend(backend(), replace(case, context=context, **tensors)), together[one]
-        )
-
-
 def test_writes_land_in_their_slots_and_nowhere_else():
     """A stray write corrupts another request's KV. Tokens of no request, as padding of a graph has
     them, write where they are told and come out as zeros."""
