@@ -41,7 +41,7 @@ class Delta(NamedTuple):
     made for every running request in every step."""
 
     request_id: str
-    index: int
+    index: int  # type: ignore[assignment]  # tuple.index is never called
     token_ids: list[int]
     text: str
 
