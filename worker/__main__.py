@@ -20,6 +20,7 @@ from typing import Any
 from protos import link_pb2
 from worker import systemd
 from worker.curve import CurveKeys
+from worker.kernels.build import build_ahead
 from worker.link import PROTOCOL, Link
 from worker.loop import EXIT_CANNOT_LOAD, Progress, Runner, serve
 
@@ -37,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Before torch loads OpenMP: threads that spin while they wait take the cores from the scheduler
     # and from each other, and a step takes ten times as long on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    build_ahead()  # a compiler works beside the imports
     link = None
     reason = "the worker failed"
     try:

@@ -60,7 +60,7 @@ def test_signal_ends_it_cleanly(start: Start, tmp_path: Path, signum: signal.Sig
 
 def test_model_that_is_not_there_ends_it_with_code_2(start: Start, tmp_path: Path) -> None:
     """systemd must not restart what cannot work, and a person must read why, on both sides."""
-    scheduler = FakeScheduler(f"ipc://{tmp_path}/link")
+    scheduler = FakeScheduler(f"ipc://{tmp_path}/link", beats=True)
     process = start("--connect", f"ipc://{tmp_path}/link")
     scheduler.configure(model="/no/such/folder", device="cpu")
     fault = scheduler.receive("fault").fault

@@ -3,11 +3,13 @@
 All .c files of this folder become one library. It lies under a name made of the hash of source,
 flags and CPU, so it is built once per machine. Several processes may start at once: each builds
 into a folder of its own and renames the result, so that nobody loads half a library. A cache that
-cannot be written is no obstacle: then the build is used from a temporary folder.
+cannot be written is no obstacle: then the build is used from a temporary folder. Within a process
+it is built and loaded once; `build_ahead` does so beside what else a start takes time for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -15,6 +17,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -41,19 +44,49 @@ class KernelUnavailable(RuntimeError):
     """The C kernel cannot be built or loaded here; the message says why."""
 
 
+_lock = threading.Lock()  # whoever comes while another one builds waits for that
+_loaded: dict[Path, ctypes.CDLL] = {}
+
+
 def kernel_library(cache_folder: Path | None = None) -> ctypes.CDLL:
     """All kernels as one library, built if the cache has none. Raises KernelUnavailable."""
     folder = cache_folder or _default_cache_folder()
-    path = folder / f"kernels-{_fingerprint()}.so"
+    with _lock:
+        if folder not in _loaded:
+            _loaded[folder] = _load(folder)
+        return _loaded[folder]
+
+
+def build_ahead() -> None:
+    """Begin to build in a thread, if the cache has no library. Errors are left to who asks for it.
+
+    It is not loaded yet: the first to load OpenMP decides which one a process has, and that is to
+    be torch.
+    """
+    threading.Thread(target=_build_ahead, name="kernels", daemon=True).start()
+
+
+def _build_ahead() -> None:
+    with _lock, contextlib.suppress(OSError, KernelUnavailable):
+        _built(_default_cache_folder())
+
+
+def _load(folder: Path) -> ctypes.CDLL:
     try:
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as private:
-                built = _build(Path(private))
-                os.replace(built, path)
-        return ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(_built(folder)))
     except OSError:  # the folder cannot be written, or what it holds cannot be loaded
         return _private_library()
+
+
+def _built(folder: Path) -> Path:
+    """The library in the cache, built if it is not there."""
+    path = folder / f"kernels-{_fingerprint()}.so"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as private:
+            built = _build(Path(private))
+            os.replace(built, path)
+    return path
 
 
 def _private_library() -> ctypes.CDLL:
