@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from scheduler_svc import server
-from scheduler_svc.__main__ import make_engine
+from scheduler_svc.__main__ import SWITCH_SECONDS, make_engine
 from scheduler_svc.config import Config
 from scheduler_svc.core import views
 from scheduler_svc.tokenizer import Tokenizer
@@ -112,6 +112,7 @@ def words() -> PreTrainedTokenizerFast:
 
 async def serve(address: str, num_clients: int) -> None:
     """Prints its port; when stdin speaks, ends and prints pairs of time and CPU seconds used."""
+    sys.setswitchinterval(SWITCH_SECONDS)
     config = Config(
         host="127.0.0.1",
         port=0,

@@ -7,13 +7,14 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from protos import link_pb2
+from scheduler_svc.__main__ import SWITCH_SECONDS
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.request import NewRequest
 from scheduler_svc.engine import Engine
@@ -69,6 +70,16 @@ def gaps(socket: Path, depth: int) -> np.ndarray:
     return np.array([gap for rows, gap, _ in steps if rows == NUM_REQUESTS]) / (STEP_MS / 1000)
 
 
+@pytest.fixture
+def _as_served() -> Iterator[None]:
+    """Threads change places as often as in the scheduler's process."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    yield
+    sys.setswitchinterval(usual)
+
+
+@pytest.mark.usefixtures("_as_served")
 @pytest.mark.timeout(120)
 def test_the_device_waits_for_the_scheduler(tmp_path: Path, show: Callable[[str], None]) -> None:
     """Run-ahead that does not run ahead: the device idles while Python thinks."""
