@@ -136,8 +136,6 @@ class StopStrings:
     def push(self, text: str) -> str:
         if self.matched is not None:
             return ""
-        if not self._stops:
-            return text
         # A match begins in what is held at the earliest: nothing before it begins a stop string.
         text = self._held + text
         found = [(start + len(stop), start, stop) for stop in self._stops
@@ -180,19 +178,23 @@ class OutputText:
         self.include_stop_str_in_output = include_stop_str_in_output
         self.matched_stop: str | None = None
         self._detokenizer = Detokenizer(decode, prompt_token_ids, pieces)
-        self._stops = StopStrings(stop, include_stop_str_in_output)
+        self._stops = StopStrings(stop, include_stop_str_in_output) if stop else None
 
     def push(self, token_id: int) -> str:
         if self.matched_stop is not None:
             return ""
-        return self._cut(self._detokenizer.push(token_id))
+        text = self._detokenizer.push(token_id)
+        return text if self._stops is None else self._cut(self._stops, text)
 
     def finish(self) -> str:
         if self.matched_stop is not None:
             return ""
-        return self._cut(self._detokenizer.finish()) + self._stops.finish()
+        text = self._detokenizer.finish()
+        if self._stops is None:
+            return text
+        return self._cut(self._stops, text) + self._stops.finish()
 
-    def _cut(self, text: str) -> str:
-        shown = self._stops.push(text)
-        self.matched_stop = self._stops.matched
+    def _cut(self, stops: StopStrings, text: str) -> str:
+        shown = stops.push(text)
+        self.matched_stop = stops.matched
         return shown

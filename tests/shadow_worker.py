@@ -33,7 +33,7 @@ from protos.plan import (
     encode_result,
 )
 from scheduler_svc.core.limits import Geometry
-from scheduler_svc.core.seeds import uniforms
+from scheduler_svc.core.seeds import streams, uniforms
 
 _UInt64 = npt.NDArray[np.uint64]
 _START = np.uint64(0x243F6A8885A308D3)
@@ -252,6 +252,7 @@ def expected_tokens(
     heat = np.array(temperature if temperature is not None else [0.0] * n, np.float32)
     seed = np.array(seeds if seeds is not None else [0] * n, np.uint64)
     sibling = np.array(siblings if siblings is not None else [0] * n, np.uint64)
+    stream = streams(seed, sibling)
     history = np.full(n, _START, np.uint64)
     totals = [np.zeros(n, np.uint64) for _ in windows]
     terms: list[_UInt64] = []
@@ -268,7 +269,7 @@ def expected_tokens(
         for total in totals[1:]:
             sums = _mix(sums, total)
         samples = active & (position >= prompt_len - 1)
-        u = uniforms(seed, sibling, np.full(n, position + 1))
+        u = uniforms(stream, np.full(n, position + 1))
         tokens[samples, position + 1] = choose(sums, u, heat, vocab_size)[samples]
     outputs = []
     for i in range(n):

@@ -89,7 +89,7 @@ class Batch:
         if (
             len(rows) <= min(self.tokens_left, self.requests_left)
             and pages.sum() <= self.pages_left
-            and not self._shared_tails(rows).any()
+            and not (self._state.rows.has_siblings[rows].any() and self._shared_tails(rows).any())
             and self.room.fits(needed.sum(axis=1).tolist())
         ):
             self._add(_Part(rows, ones, needed, np.zeros_like(needed)), int(pages.sum()))
@@ -197,6 +197,8 @@ class Batch:
 
     def _tail_copies(self, row: int) -> Int32:
         """1 per group whose tail block must be copied, given who copied in this batch. [G, 1]"""
+        if not self._state.rows.has_siblings[row]:
+            return np.zeros((len(self._state.allocators), 1), np.int32)
         shared = self._shared_tails(np.array([row], np.int32))
         for group in np.flatnonzero(shared[:, 0]).tolist():
             shared[group, 0] = self.room.owners(group, self._tail(group, row)) > 1

@@ -34,24 +34,28 @@ def commit(state: State, decision: Decision) -> InFlight | None:
         swapped for admission in decision.admissions for swapped in _restore(state, admission)
     ]
     for group in range(len(state.allocators)):
-        _copy_tails(state, group, rows[tail_copies[group]])
+        if tail_copies.any():
+            _copy_tails(state, group, rows[tail_copies[group]])
         _extend_tables(state, group, rows, decision.new_blocks[group])
 
-    # a row that has ended is computed on only under the static policy: its last token, again
-    table.computed[rows[table.is_finished[rows]]] -= 1
-    table.computed[rows] += decision.num_new_tokens
-    samples = table.computed[rows] == table.known[rows] + table.outstanding[rows]
-    samples &= ~table.is_finished[rows]
-    table.outstanding[rows[samples]] += 1
-    sampled = np.flatnonzero(samples)
-    for row in rows[sampled[~table.is_decoding[rows[sampled]]]].tolist():
+    ends = table.computed[rows] + decision.num_new_tokens
+    samples = ends == table.known[rows] + table.outstanding[rows]
+    if state.policy.holds_finished:  # a row that has ended computes its last token again
+        has_ended = table.is_finished[rows]
+        ends -= has_ended
+        samples &= ~has_ended
+    table.computed[rows] = ends
+    sampled = samples.nonzero()[0]
+    sampled_rows = rows[sampled]
+    table.outstanding[sampled_rows] += 1
+    for row in sampled_rows[~table.is_decoding[sampled_rows]].tolist():
         table.is_decoding[row] = True
         table.running[row].state = RequestState.DECODING
     sampled_for = sampled
     named = rows
     requests = list(map(table.running.__getitem__, rows.tolist()))
     new_tenants = [admission.request.row for admission in decision.admissions]
-    parents = sampled[table.will_fork[rows[sampled]]]
+    parents = sampled[table.will_fork[sampled_rows]]
     if len(parents):
         forks = [
             (place, sibling)
@@ -68,7 +72,7 @@ def commit(state: State, decision: Decision) -> InFlight | None:
         step_id=state.next_step_id,
         rows=rows,
         num_new_tokens=decision.num_new_tokens,
-        ends=table.computed[rows],
+        ends=ends,
         named=named,
         generation=table.generation[named],
         requests=requests,
@@ -88,6 +92,8 @@ def _still_shared(state: State, decision: Decision) -> npt.NDArray[np.bool_]:
     """Which of the decided tail copies are needed: not those of whom every sharer has copied or
     was preempted after the copy had been decided. [G, R]"""
     is_needed = decision.tail_copies > 0
+    if not is_needed.any():
+        return is_needed
     copied: Counter[tuple[int, int]] = Counter()  # (group, block)
     for group, place in np.argwhere(is_needed).tolist():
         row = int(decision.rows[place])
@@ -171,9 +177,13 @@ def _copy_tails(state: State, group: int, rows: Int32) -> None:
 
 def _extend_tables(state: State, group: int, rows: Int32, counts: Int32) -> None:
     """Takes counts[i] blocks for rows[i] and writes them behind its block table. [R]"""
+    grows = counts.nonzero()[0]
+    if not len(grows):
+        return
+    rows, counts = rows[grows], counts[grows]
     blocks = state.allocators[group].take(int(counts.sum()))
-    grown = np.repeat(rows, counts)
-    place_in_row = np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts, counts)
+    grown = rows.repeat(counts)
+    place_in_row = np.arange(len(blocks)) - (counts.cumsum() - counts).repeat(counts)
     state.rows.table[group, grown, state.rows.table_len[group, grown] + place_in_row] = blocks
     state.rows.table_len[group, rows] += counts
 

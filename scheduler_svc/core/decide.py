@@ -34,14 +34,15 @@ def decide(state: State) -> Decision:
     batch = Batch(state)
     victims = choose_victims(state, batch.room)
     spared = candidates(state, {request.row for request in victims})
+    decodes = state.rows.is_decoding[spared]
     has_margin = batch.room.free_share() >= state.limits.safety_margin
     if state.policy.holds_finished:
         fill_static_batch(state, batch)
     for phase in state.policy.phases:
         if phase is Phase.DECODING:
-            batch.add_decoding(spared[state.rows.is_decoding[spared]])
+            batch.add_decoding(spared[decodes])
         elif phase is Phase.PREFILLING:
-            _add_prefilling(state, batch, spared[~state.rows.is_decoding[spared]], has_margin)
+            _add_prefilling(state, batch, spared[~decodes], has_margin)
         elif not batch.stalled and not batch.is_over_budget:  # first those that run
             _add_pending(state, batch, has_margin)
     victims += relieve(state, batch, victims)
@@ -55,7 +56,7 @@ def candidates(state: State, without: set[int]) -> Int32:
     if state.policy.by_priority:
         urgency = [state.policy.urgency(request) for request in rows.running.values()]
         order = order[np.argsort(urgency, kind="stable")]
-    chosen: Int32 = order[rows.goes_on(order) & ~rows.awaits_fork[order]]
+    chosen = rows.candidates(order)
     if without:
         chosen = chosen[[row not in without for row in chosen.tolist()]]
     return chosen

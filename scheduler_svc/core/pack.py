@@ -46,7 +46,7 @@ def pack(state: State, step: InFlight) -> StepPlan:
         top_k=rows.top_k[sampling],
         top_p=rows.top_p[sampling],
         min_p=rows.min_p[sampling],
-        u=uniforms(rows.seed[sampling], rows.sibling[sampling], step.ends[step.sampled]),
+        u=uniforms(rows.stream[sampling], step.ends[step.sampled]),
         repetition_penalty=np.ones(num_samples, np.float32),
         frequency_penalty=np.zeros(num_samples, np.float32),
         presence_penalty=np.zeros(num_samples, np.float32),

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from protos.plan import Int32
 from scheduler_svc.core.request import NO_ROW, Request
+from scheduler_svc.core.seeds import streams
 
 MAX_STOP_IDS: Final = 4  # of a request that are compared as arrays; more are rare, and slower
 NO_TOKEN: Final = -1
@@ -36,6 +37,7 @@ class Rows:
         self.is_finished = np.zeros(num_rows, np.bool_)  # [N] ended, but a plan names the row
         self.awaits_fork = np.zeros(num_rows, np.bool_)  # [N] a sibling whose prompt is not done
         self.will_fork = np.zeros(num_rows, np.bool_)  # [N] the one that they wait for
+        self.has_siblings = np.zeros(num_rows, np.bool_)  # [N] only they share a page in part
         self.is_tainted = np.zeros(num_rows, np.bool_)  # [N] some of its KV is not finite
         self.num_in_flight = np.zeros(num_rows, np.int32)  # [N] plans that name the row
         self.generation = np.zeros(num_rows, np.int32)  # [N] counts the tenants that have left
@@ -45,8 +47,7 @@ class Rows:
         self.top_k = np.zeros(num_rows, np.int32)  # [N]
         self.top_p = np.ones(num_rows, np.float32)  # [N]
         self.min_p = np.zeros(num_rows, np.float32)  # [N]
-        self.seed = np.zeros(num_rows, np.uint64)  # [N]
-        self.sibling = np.zeros(num_rows, np.uint64)  # [N] index among its siblings
+        self.stream = np.zeros(num_rows, np.uint64)  # [N] of its uniform numbers (seeds.py)
         self.stop_ids = np.full((num_rows, MAX_STOP_IDS), NO_TOKEN, np.int32)  # [N, K]
         self.has_more_stops = np.zeros(num_rows, np.bool_)  # [N] than K: ask the request
 
@@ -88,6 +89,7 @@ class Rows:
         self.is_finished[row] = False
         self.awaits_fork[row] = False
         self.will_fork[row] = bool(request.siblings)
+        self.has_siblings[row] = bool(request.siblings) or request.index > 0
         self.is_tainted[row] = False
         self.num_in_flight[row] = 0
         self.published[row] = 0
@@ -98,8 +100,9 @@ class Rows:
         self.top_k[row] = sampling.top_k
         self.top_p[row] = sampling.top_p
         self.min_p[row] = sampling.min_p
-        self.seed[row] = sampling.seed
-        self.sibling[row] = request.index
+        self.stream[row] = streams(
+            np.array([sampling.seed], np.uint64), np.array([request.index], np.uint64)
+        )[0]
         stops = sorted(sampling.stop_token_ids)
         self.has_more_stops[row] = len(stops) > MAX_STOP_IDS
         self.stop_ids[row] = NO_TOKEN
@@ -120,8 +123,17 @@ class Rows:
 
     def goes_on(self, rows: Int32) -> npt.NDArray[np.bool_]:
         """Which rows have more to sample than what is planned already. [n]"""
-        is_live = ~self.is_finished[rows]
-        return is_live & (self.known[rows] + self.outstanding[rows] < self.limit[rows])
+        goes_on: npt.NDArray[np.bool_] = self._goes_on()[rows]
+        return goes_on
+
+    def candidates(self, rows: Int32) -> Int32:
+        """Those of the rows that a step may compute: of them one knows what comes next. [m]"""
+        chosen: Int32 = rows[(self._goes_on() & ~self.awaits_fork)[rows]]
+        return chosen
+
+    def _goes_on(self) -> npt.NDArray[np.bool_]:
+        """[N]"""
+        return (self.known + self.outstanding < self.limit) & ~self.is_finished
 
     def may_stop(self, rows: Int32, token_ids: Int32) -> npt.NDArray[np.bool_]:
         """Which rows may end with these tokens by a stop token, for the request to say. [n]"""

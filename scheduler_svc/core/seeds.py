@@ -20,10 +20,15 @@ _MIX1: Final = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2: Final = np.uint64(0x94D049BB133111EB)
 
 
-def uniforms(seed: _UInt64, sibling: _UInt64, position: npt.NDArray[np.integer]) -> Float32:
+def streams(seed: _UInt64, sibling: _UInt64) -> _UInt64:
+    """What the uniform numbers of an answer are drawn from. All arguments and result [n]."""
+    return _mix(_mix(seed) ^ sibling)
+
+
+def uniforms(stream: _UInt64, position: npt.NDArray[np.integer]) -> Float32:
     """One number k / 2^24 in [0, 1) per entry, exact in float32. All arguments and result [n]."""
-    mixed = _mix(_mix(_mix(seed) ^ sibling) ^ position.astype(np.uint64))
-    return ((mixed >> np.uint64(40)).astype(np.float64) / 2.0**24).astype(np.float32)
+    mixed = _mix(stream ^ position.astype(np.uint64))
+    return (mixed >> np.uint64(40)).astype(np.float32) / np.float32(2.0**24)
 
 
 def _mix(value: _UInt64) -> _UInt64:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler_svc.core.request import NO_ROW, Request, RequestState
+from scheduler_svc.core.request import NO_ROW, Request
 from scheduler_svc.core.state import State
 
 
@@ -179,5 +179,5 @@ def _view(state: State, request: Request) -> RequestView:
 
 def count_by_state(state: State) -> tuple[int, int]:
     """Requests running (with a row, not ended) and waiting."""
-    ended = sum(r.state is RequestState.FINISHED for r in state.rows.running.values())
-    return len(state.rows.running) - ended, len(state.pending)
+    ended = np.count_nonzero(state.rows.is_finished[state.rows.order()])
+    return len(state.rows.running) - int(ended), len(state.pending)

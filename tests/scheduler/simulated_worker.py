@@ -2,8 +2,9 @@
 
 It speaks the real link. A step takes `--step-ms` of time and no CPU, as on a GPU: it begins when
 its plan is there and the step before has ended, whichever is later; its result is sent when it
-ends. Tokens are a fixed function of row and step. When the session ends, a line of JSON says for
-every step how many rows it had and how long the device was idle before it.
+ends. All tokens of a step are its number, modulo the vocabulary. When the session ends, a line of
+JSON says for every step how many rows it had, how long the device was idle before it, and when its
+result was sent.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def result_of(plan: StepPlan, vocab_size: int) -> StepResult:
         step_id=plan.step_id,
         device_microseconds=0,
         queue_microseconds=0,
-        token_ids=(plan.sample_rows * 7 + plan.step_id) % np.int32(vocab_size),
+        token_ids=np.full(samples, plan.step_id % vocab_size, np.int32),
         is_finite=np.ones(len(plan.rows), np.int32),
         logprobs=np.zeros(samples, np.float32),
         ranks=np.zeros(samples, np.int32),
@@ -64,18 +65,20 @@ def take_plans(session: Session, plans: queue.SimpleQueue[Received | None]) -> N
         plans.put(None)
 
 
-def run(session: Session, step_seconds: float, vocab_size: int) -> list[tuple[int, float]]:
-    """Rows, and seconds of idle device before it, for each step until the session ends."""
+def run(session: Session, step_seconds: float, vocab_size: int) -> list[tuple[int, float, float]]:
+    """Rows, seconds of idle device before it, and time.monotonic() of its result, for each step
+    until the session ends."""
     plans: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
     threading.Thread(target=take_plans, args=(session, plans), daemon=True).start()
-    steps: list[tuple[int, float]] = []
+    steps: list[tuple[int, float, float]] = []
     end: float | None = None
     while (received := plans.get()) is not None:
         result = result_of(received.plan, vocab_size)
         start = received.at if end is None else max(received.at, end)
-        steps.append((len(received.plan.rows), 0.0 if end is None else start - end))
+        gap = 0.0 if end is None else start - end
         end = start + step_seconds
         time.sleep(max(0.0, end - time.monotonic()))
+        steps.append((len(received.plan.rows), gap, time.monotonic()))
         session.send_result(result)
     return steps
 
