@@ -19,6 +19,7 @@ SHAPES = [  # in, out: whole panels and slices, and neither
     (1025, 5),
     (2049, 100),
     (530, 16),
+    (20, 8200),
 ]
 
 
