@@ -16,10 +16,12 @@ computed with it and on however many threads. Formats, with float32 activations 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from worker.kernels.build import kernel_library
@@ -28,7 +30,7 @@ WEIGHT_FORMATS: Final = ("float32", "float16", "int8")
 
 _PANEL: Final = 16  # PANEL of linear.h
 _PAD: Final = 16  # PAD of linear_int8.c
-_HUGE_PAGE: Final = 2**21
+_AT_ONCE: Final = 4096  # output features packed at once; a multiple of _PANEL
 
 
 class CLinear(ctypes.Structure):
@@ -42,6 +44,27 @@ class CLinear(ctypes.Structure):
         ("out_features", ctypes.c_int64),
         ("format", ctypes.c_int64),
     ]
+
+
+@functools.cache
+def _functions() -> tuple[Callable[..., None], Callable[..., int]]:
+    """linear and linear_scratch of linear.h"""
+    library = kernel_library()
+    library.linear.restype = None
+    library.linear.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_int,
+    ]
+    library.linear_scratch.restype = ctypes.c_size_t
+    library.linear_scratch.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    return library.linear, library.linear_scratch
 
 
 class PackedLinear(nn.Module):
@@ -65,34 +88,14 @@ class PackedLinear(nn.Module):
         hold.
         """
         super().__init__()
-        library = kernel_library()
-        self._linear = library.linear
-        self._linear.restype = None
-        self._linear.argtypes = [
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_int,
-            ctypes.c_void_p,
-            ctypes.c_int,
-        ]
-        self._scratch_bytes = library.linear_scratch
-        self._scratch_bytes.restype = ctypes.c_size_t
-        self._scratch_bytes.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        self._linear, self._scratch_bytes = _functions()
         self.weight = None
         self.weight_format = weight_format
         self.in_features = weights[0].shape[1]
         self.out_features = sum(len(weight) for weight in weights)
-        joined = torch.cat([weight.detach() for weight in weights]).float()
-        scale = None
-        if weight_format == "int8":
-            joined, scale = _quantised(joined)
-        elif weight_format == "float16":
-            joined = _halved(joined)
-        self.register_buffer("packed", _packed(joined), persistent=False)
+        joined = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+        packed, scale = _packed(joined.detach(), weight_format)
+        self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
         self.register_buffer("bias", self._joined_bias(weights, biases), persistent=False)
         self.c_struct = CLinear(
@@ -106,6 +109,11 @@ class PackedLinear(nn.Module):
         self.c_pointer = ctypes.addressof(self.c_struct)  # a `struct linear *` for C callers
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != torch.float32 or x.shape[-1] != self.in_features:
+            raise TypeError(
+                f"x is {x.dtype} {list(x.shape)}; a packed layer takes float32 "
+                f"[..., {self.in_features}]"
+            )
         rows = x if x.ndim == 2 else x.reshape(-1, self.in_features)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
@@ -149,16 +157,42 @@ class PackedLinear(nn.Module):
         return joined
 
 
+def _packed(weight: torch.Tensor, weight_format: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[out, in] as linear.h wants it, and int8's scales. In parts, so that a large lm_head needs
+    no second copy while it is packed."""
+    out_features, in_features = weight.shape
+    panels = -(-out_features // _PANEL)
+    scale = None
+    if weight_format == "int8":
+        pairs = _up(in_features, _PAD) // 2
+        packed = torch.zeros(panels, pairs, _PANEL, 2, dtype=torch.int8)
+        scale = torch.zeros(panels * _PANEL)
+    else:
+        dtype = torch.float16 if weight_format == "float16" else torch.float32
+        packed = torch.empty(panels, in_features, _PANEL, dtype=dtype)
+    for first in range(0, out_features, _AT_ONCE):
+        part = weight[first : first + _AT_ONCE]
+        here = packed[first // _PANEL : -(-(first + len(part)) // _PANEL)]
+        if scale is not None:
+            part, scale[first : first + len(part)] = _quantised(part)
+            part = F.pad(part, (0, 2 * here.shape[1] - in_features))
+        elif weight_format == "float16":
+            part = _halved(part)
+        part = F.pad(part, (0, 0, 0, _PANEL * len(here) - len(part)))
+        by_panel = part.view(len(here), _PANEL, -1)
+        if scale is not None:
+            by_panel = by_panel.unflatten(2, (-1, 2))
+        here.copy_(by_panel.transpose(1, 2))
+    return packed, scale
+
+
 def _quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 [out, in] and float32 scales [panels * PANEL], symmetric, so that the largest weight of
-    an output feature becomes 127."""
-    scale = torch.zeros(_up(len(weight), _PANEL))
+    """int8 [out, in] and float32 scales [out], symmetric: an output feature's largest is 127."""
     largest = weight.abs().amax(dim=1)
     if not torch.isfinite(largest).all():
         raise ValueError("a weight is not finite, so it has no int8 value")
-    scale[: len(weight)] = largest / 127
     steps = torch.where(largest > 0, 127 / largest, 0)
-    return (weight * steps[:, None]).round().to(torch.int8), scale
+    return (weight * steps[:, None]).round().to(torch.int8), largest / 127
 
 
 def _halved(weight: torch.Tensor) -> torch.Tensor:
@@ -168,30 +202,6 @@ def _halved(weight: torch.Tensor) -> torch.Tensor:
             f"a weight is {weight.abs().max():g}; float16 reaches {torch.finfo(torch.half).max:g}"
         )
     return halved
-
-
-def _packed(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] as linear.h wants it: [panel][in][PANEL], int8 in pairs of `in`."""
-    out_features, in_features = weight.shape
-    panels = -(-out_features // _PANEL)
-    if weight.dtype == torch.int8:
-        wide = _up(in_features, _PAD)
-        packed = _on_huge_pages((panels, wide // 2, _PANEL, 2), torch.int8)
-        filled = torch.zeros(panels * _PANEL, wide, dtype=torch.int8)
-        filled[:out_features, :in_features] = weight
-        packed.copy_(filled.view(panels, _PANEL, wide // 2, 2).transpose(1, 2))
-        return packed
-    packed = _on_huge_pages((panels, in_features, _PANEL), weight.dtype)
-    full = out_features // _PANEL
-    packed[:full] = weight[: full * _PANEL].view(full, _PANEL, in_features).transpose(1, 2)
-    if full < panels:
-        packed[full].zero_()
-        packed[full, :, : out_features - full * _PANEL] = weight[full * _PANEL :].T
-    return packed
-
-
-def _on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
 
 
 def _up(number: int, multiple: int) -> int:
