@@ -12,13 +12,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
-from client.aio import AsyncChairlift, AsyncTokenStream
+from client.aio import AsyncChairlift
 from client.bench.records import RequestRecord, Run
 from client.bench.step_watch import StepWatch
 from client.bench.workload import Ask
 from client.errors import ChairliftError
 
-_PLUG_TOKENS: Final = 16  # a tenth of a second or more: all of a burst have arrived by then
+_GATHER_SECONDS: Final = 0.2  # all of a burst have arrived by then
 
 Progress = Callable[[int, bool], None]  # (tokens that have just come, whether a request ended)
 
@@ -39,7 +39,7 @@ async def replay(
     of a burst alone.
     """
     before = await chairlift.get_cache()
-    async with StepWatch(chairlift) as watch, _plug(chairlift, asks[0], gathers):
+    async with StepWatch(chairlift) as watch, _plug(chairlift, asks, gathers):
         start = time.monotonic()
         records = [
             RequestRecord(ask.id, len(ask.prompt), ask.max_new, due, ask.priority)
@@ -69,17 +69,20 @@ async def replay(
 
 @contextlib.asynccontextmanager
 async def _plug(
-    chairlift: AsyncChairlift, ask: Ask, is_wanted: bool
-) -> AsyncIterator[AsyncTokenStream | None]:
-    """A request that is being computed from now on, for some steps."""
+    chairlift: AsyncChairlift, asks: Sequence[Ask], is_wanted: bool
+) -> AsyncIterator[None]:
+    """A request that is being computed from now on, for so many seconds; no longer than one of
+    `asks`, so that it fits where they do."""
     if not is_wanted:
-        yield None
+        yield
         return
+    longest = max(ask.max_new for ask in asks)
     async with chairlift.generate(
-        ask.prompt[:1], max_tokens=_PLUG_TOKENS, temperature=0.0, ignore_eos=True
+        asks[0].prompt[:1], max_tokens=longest, temperature=0.0, ignore_eos=True
     ) as stream:
         await anext(stream)
-        yield stream
+        asyncio.get_running_loop().call_later(_GATHER_SECONDS, stream.cancel)
+        yield
 
 
 async def _ask(
