@@ -107,7 +107,6 @@ class Config:
         "auto",
         "attention backend; auto = the fastest that the device has",
         choices=("auto", "reference", "cpu", "triton"),
-        now=("auto", "reference", "cpu"),
     )
     deterministic: bool = setting(
         False, "same bits whatever the batch (dense float32 models on CPU); costs speed"

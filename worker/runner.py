@@ -78,7 +78,11 @@ class Runner:
         self._loaded = loaded
         self._device = loaded.device
         self.backend = choose_backend(
-            configure.attention, loaded.device, loaded.dtype, configure.deterministic
+            configure.attention,
+            loaded.device,
+            loaded.dtype,
+            loaded.geometry.head_dim,
+            configure.deterministic,
         )
         if configure.deterministic:
             check_row_bits(loaded.model, _DETERMINISTIC_ROWS)

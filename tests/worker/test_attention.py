@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.worker.attention_cases import CALLS, CPU, TOLERANCE, attend, by_hand, make_case
 from worker.attention import choose_backend
 from worker.attention.cpu import CpuBackend
 from worker.attention.interface import AttentionCall, GroupTables, StepContext
@@ -25,168 +22,8 @@ from worker.kernels import build
 from worker.kernels.build import kernel_library
 from worker.kv_pool import KvPool
 
-CPU = torch.device("cpu")
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float64: 1e-12}
 # (query length, sequence length): decodes, a whole prompt, chunks over key blocks and pages
 SHAPES = [(1, 1), (1, 130), (5, 5), (3, 64), (40, 70), (29, 150)]
-CALLS = {
-    "plain": {},
-    "window": {"sliding_window": 9},
-    "window over key blocks": {"sliding_window": 100},
-    "softcap": {"softcap": 3.0},
-    "sinks": {"sinks": True},
-    "all": {"sliding_window": 33, "softcap": 5.0, "sinks": True},
-}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Case:
-    query: torch.Tensor  # [T, H, D]
-    key: torch.Tensor  # [T, Hkv, D] of the query's tokens: written by the step itself
-    value: torch.Tensor
-    keys: list[torch.Tensor]  # per request [L, Hkv, D]
-    values: list[torch.Tensor]
-    pages: torch.Tensor
-    context: StepContext
-    call: AttentionCall
-
-
-def make_case(
-    shapes: Sequence[tuple[int, int]],
-    grouped: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    page_size: int = 8,
-    window_tables: bool = False,
-    **call: object,
-) -> Case:
-    """Random K and V, written block by block in scattered order; what no request owns is NaN, so
-    that a read beside the tables shows. With window_tables, tables start where the window does."""
-    generator = torch.Generator().manual_seed(1)
-    num_kv_heads, num_heads = 2, 2 * grouped
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    window = int(call.get("sliding_window", 0))
-    first_positions = [
-        max(0, length - q - window + 1) // page_size * page_size if window_tables else 0
-        for q, length in shapes
-    ]
-    num_pages = [
-        math.ceil((length - first) / page_size)
-        for (_, length), first in zip(shapes, first_positions, strict=True)
-    ]
-    group = CacheGroup(FULL_ATTENTION, (0, 1), 0, 1)
-    geometry = Geometry(
-        (group,), 2, num_heads, num_kv_heads, head_dim, page_size, itemsize=dtype.itemsize
-    )
-    pool = KvPool(geometry, 2 + sum(num_pages), dtype, CPU)
-    pool.blocks(0).fill_(math.nan)
-    _, pages = pool.layer_views(1)
-    order = (2 + torch.randperm(sum(num_pages), generator=generator)).tolist()
-    keys, values, tables, slots = [], [], [], []
-    for (q, length), first, count in zip(shapes, first_positions, num_pages, strict=True):
-        table, order = order[:count], order[count:]
-        k, v = draw(length, num_kv_heads, head_dim), draw(length, num_kv_heads, head_dim)
-        for position in range(first, length):
-            block, place = table[(position - first) // page_size], position % page_size
-            if position >= length - q:
-                slots.append(block * page_size + place)
-                continue
-            pages[block, 0, :, place] = k[position]
-            pages[block, 1, :, place] = v[position]
-        keys.append(k)
-        values.append(v)
-        tables.append(table)
-    query_start_loc = np.cumsum([0, *(q for q, _ in shapes)], dtype=np.int32)
-    table_start = np.cumsum([0, *num_pages], dtype=np.int32)
-    on_host = StepInputs(
-        num_tokens=int(query_start_loc[-1]),
-        num_requests=len(shapes),
-        num_logits=0,
-        token_ids=np.zeros(0, np.int32),
-        token_rows=np.zeros(0, np.int32),
-        positions=np.zeros(0, np.int32),
-        query_start_loc=query_start_loc,
-        seq_lens=np.array([length for _, length in shapes], np.int32),
-        logits_indices=np.zeros(0, np.int32),
-        groups=(
-            GroupInputs(
-                table_start,
-                np.array(list(itertools.chain(*tables)), np.int32),
-                np.array(first_positions, np.int32),
-                np.array(slots, np.int64),
-            ),
-        ),
-    )
-    group_inputs = on_host.groups[0]
-    context = StepContext(
-        backend=ReferenceBackend(),
-        pool=pool,
-        query_start_loc=torch.from_numpy(query_start_loc),
-        seq_lens=torch.from_numpy(on_host.seq_lens),
-        groups=(
-            GroupTables(
-                torch.from_numpy(table_start),
-                torch.from_numpy(group_inputs.blocks),
-                torch.from_numpy(group_inputs.first_positions),
-                torch.from_numpy(group_inputs.slot_mapping),
-            ),
-        ),
-        longest_query=max(q for q, _ in shapes),
-        on_host=on_host,
-    )
-    queries = [q for q, _ in shapes]
-    return Case(
-        query=draw(int(query_start_loc[-1]), num_heads, head_dim),
-        key=torch.cat([k[len(k) - q :] for k, q in zip(keys, queries, strict=True)]),
-        value=torch.cat([v[len(v) - q :] for v, q in zip(values, queries, strict=True)]),
-        keys=keys,
-        values=values,
-        pages=pages,
-        context=context,
-        call=AttentionCall(
-            scaling=0.8 * head_dim**-0.5,
-            sliding_window=window,
-            softcap=float(call.get("softcap", 0.0)),
-            sinks=draw(num_heads) if call.get("sinks") else None,
-        ),
-    )
-
-
-def by_hand(case: Case) -> torch.Tensor:
-    """Token by token and head by head in float64, from contiguous K and V."""
-    call, out = case.call, torch.zeros(case.query.shape, dtype=torch.float64)
-    num_heads = case.query.shape[1]
-    starts = case.context.on_host.query_start_loc.tolist()
-    for r, (k, v) in enumerate(zip(case.keys, case.values, strict=True)):
-        for t in range(starts[r], starts[r + 1]):
-            position = len(k) - starts[r + 1] + t
-            first = max(0, position - call.sliding_window + 1) if call.sliding_window else 0
-            for h in range(num_heads):
-                kv = h * k.shape[1] // num_heads
-                visible = slice(first, position + 1)
-                scores = k[visible, kv].double() @ case.query[t, h].double() * call.scaling
-                if call.softcap:
-                    scores = call.softcap * torch.tanh(scores / call.softcap)
-                weights = scores.exp()
-                total = weights.sum() + (0 if call.sinks is None else call.sinks[h].double().exp())
-                out[t, h] = weights @ v[visible, kv].double() / total
-    return out
-
-
-def attend(backend, case: Case) -> torch.Tensor:
-    backend.begin_step(case.context)
-    return backend.attend(
-        case.query,
-        case.key,
-        case.value,
-        case.pages,
-        case.context,
-        case.context.groups[0],
-        case.call,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -311,20 +148,46 @@ def test_falls_back_with_one_warning_without_a_compiler(monkeypatch, tmp_path, c
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path))
     with caplog.at_level(logging.WARNING, "worker.attention"):
-        backend = choose_backend("auto", CPU, torch.float32, deterministic=False)
+        backend = choose_backend("auto", CPU, torch.float32, head_dim=64, deterministic=False)
     assert backend.name == "reference"
     assert len(caplog.records) == 1
     assert "no C compiler 'cc'" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("wanted", "dtype", "message"),
+    ("wanted", "device", "dtype", "message"),
     [
-        ("triton", torch.float32, "allowed are auto, reference, cpu; triton comes later"),
-        ("cpu", torch.float64, "the C kernel has no torch.float64"),
+        ("flash", "cpu", torch.float32, "'flash'; allowed are auto, reference, cpu, triton"),
+        ("cpu", "cpu", torch.float64, "the C kernel has no torch.float64"),
+        ("cpu", "cuda:0", torch.float32, "the C kernel runs on the CPU, not on cuda:0"),
+        ("triton", "cpu", torch.float32, "the Triton kernel runs on CUDA, not on cpu"),
+        ("triton", "cuda:0", torch.float64, "the Triton kernel has no torch.float64"),
+        ("triton", "cuda:0", torch.float16, "heads of at most 256, not of 512"),
     ],
 )
-def test_impossible_backends_are_refused(wanted, dtype, message):
+def test_impossible_backends_are_refused(wanted, device, dtype, message):
     """A wrong choice must name what is allowed, not end in a fallback that nobody asked for."""
     with pytest.raises(ValueError, match=message):
-        choose_backend(wanted, CPU, dtype, deterministic=False)
+        choose_backend(wanted, torch.device(device), dtype, head_dim=512, deterministic=False)
+
+
+def test_cuda_falls_back_with_one_warning_without_triton(monkeypatch, caplog):
+    """Where torch came without triton, a GPU serves all the same; and the log says why slowly."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "worker.attention.triton", raising=False)
+    with caplog.at_level(logging.WARNING, "worker.attention"):
+        backend = choose_backend(
+            "auto", torch.device("cuda:0"), torch.float16, head_dim=64, deterministic=False
+        )
+    assert backend.name == "reference"
+    assert len(caplog.records) == 1
+    assert "triton cannot be imported" in caplog.text
+
+
+def test_a_device_without_a_kernel_gets_the_reference_silently(caplog):
+    """There is nothing faster to be had on such a device: a warning would only alarm."""
+    backend = choose_backend(
+        "auto", torch.device("mps"), torch.float32, head_dim=64, deterministic=False
+    )
+    assert backend.name == "reference"
+    assert not caplog.records

@@ -1,7 +1,7 @@
 """Attention backends, and which one serves a model.
 
-`reference` runs everywhere and is the oracle; `cpu` is the C kernel. Asked for "auto", a CPU gets
-the C kernel if it can be had, and everything else the reference.
+`reference` runs everywhere and is the oracle; `cpu` is the C kernel, `triton` the one for CUDA.
+Asked for "auto", a device gets its own kernel if that can be had, and else the reference.
 """
 
 from __future__ import annotations
@@ -16,49 +16,63 @@ from worker.attention.interface import AttentionBackend
 from worker.attention.reference import ReferenceBackend
 from worker.kernels.build import KernelUnavailable, kernel_library
 
-_CHOICES: Final = ("auto", "reference", "cpu")
+_CHOICES: Final = ("auto", "reference", "cpu", "triton")
+_KERNELS: Final = {"cpu": "cpu", "cuda": "triton"}  # by type of device
+_MOST_HEAD_DIM: Final = 256  # of triton: larger tiles do not fit the shared memory
+
 _logger = logging.getLogger(__name__)
 
 
 def choose_backend(
-    wanted: str, device: torch.device, dtype: torch.dtype, deterministic: bool
+    wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool
 ) -> AttentionBackend:
-    """The backend for `wanted`: auto, reference or cpu ("" = auto).
+    """The backend for `wanted`: auto, reference, cpu or triton ("" = auto).
 
-    Where the C kernel is due but cannot be built, the reference takes its place with one warning.
-    Raises ValueError for what cannot be, `deterministic` without the kernel included.
+    Where a kernel is due but cannot be had, the reference takes its place with one warning.
+    Raises ValueError for what cannot be, `deterministic` without the C kernel included.
     """
     wanted = wanted or "auto"
     if wanted not in _CHOICES:
-        later = "; triton comes later" if wanted == "triton" else ""
-        raise ValueError(f"attention is {wanted!r}; allowed are {', '.join(_CHOICES)}{later}")
+        raise ValueError(f"attention is {wanted!r}; allowed are {', '.join(_CHOICES)}")
     if deterministic:
         _check_deterministic(wanted, device, dtype)
-    if wanted == "reference":
+    kernel = _KERNELS.get(device.type, "reference") if wanted == "auto" else wanted
+    if kernel == "reference":
         return ReferenceBackend()
-    obstacle = _obstacle(device, dtype)
+    obstacle = _obstacle(kernel, device, dtype, head_dim)
     if obstacle is None:
         try:
-            return CpuBackend(kernel_library())
+            return CpuBackend(kernel_library()) if kernel == "cpu" else _triton_backend(device)
         except KernelUnavailable as error:
             obstacle = str(error)
             if deterministic:
                 raise ValueError(
                     f"deterministic needs the C attention kernel, but {obstacle}"
                 ) from error
-        _logger.warning("attention falls back to reference, which is slower: %s", obstacle)
-    elif wanted == "cpu":
-        raise ValueError(f"attention is 'cpu', but {obstacle}")
+    elif wanted != "auto":
+        raise ValueError(f"attention is {wanted!r}, but {obstacle}")
+    _logger.warning("attention falls back to reference, which is slower: %s", obstacle)
     return ReferenceBackend()
 
 
-def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the C kernel cannot serve this, if it cannot."""
-    if device.type != "cpu":
-        return f"the C kernel runs on the CPU, not on {device}"
-    if dtype not in SUPPORTED_DTYPES:
-        return f"the C kernel has no {dtype}"
+def _obstacle(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why `kernel` cannot serve this, if it cannot."""
+    name, place = {"cpu": ("C", "the CPU"), "triton": ("Triton", "CUDA")}[kernel]
+    if _KERNELS.get(device.type) != kernel:
+        return f"the {name} kernel runs on {place}, not on {device}"
+    if dtype not in SUPPORTED_DTYPES:  # the same ones for both
+        return f"the {name} kernel has no {dtype}"
+    if kernel == "triton" and head_dim > _MOST_HEAD_DIM:
+        return f"the {name} kernel takes heads of at most {_MOST_HEAD_DIM}, not of {head_dim}"
     return None
+
+
+def _triton_backend(device: torch.device) -> AttentionBackend:
+    try:
+        from worker.attention.triton import TritonBackend  # only torch for CUDA brings triton
+    except ImportError as error:
+        raise KernelUnavailable(f"triton cannot be imported: {error}") from error
+    return TritonBackend(device)
 
 
 def _check_deterministic(wanted: str, device: torch.device, dtype: torch.dtype) -> None:

@@ -1,0 +1,234 @@
+"""The CUDA backend: launches the Triton kernels.
+
+Owns: tile sizes, launches, the workspace for pieces of split requests. Does not own: arithmetic
+(triton_kernel.py), or when to use it (attention/__init__.py).
+
+Everything may be captured in a graph: launches follow from shapes and from context.longest_query,
+and nothing is read back. The first call with a new combination of types, head size and tiles
+compiles, for seconds; so capture after a warm-up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+
+from worker.attention import triton_kernel as kernels
+from worker.attention.interface import AttentionCall, GroupTables, StepContext
+
+# Keys of a piece. Fixed, else a request's bits would depend on what else is in the batch.
+_SPLIT: Final = 512
+# Room for pieces: at 32 heads of 128 that is 4,000 of 512 keys, more than 2 million keys in one
+# step. What finds no room is computed all the same, by fewer programs.
+_WORKSPACE_BYTES: Final = 64 * 2**20
+_NO_WINDOW: Final = 2**30
+_PROGRAMS_PER_PROCESSOR: Final = 2
+_REQUESTS_AT_ONCE: Final = 256  # of plan_work
+_HEADS_AT_ONCE: Final = 8  # of write_kv
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How one launch of `attend` cuts its work."""
+
+    block_m: int  # rows: query tokens times query heads of a KV head
+    block_n: int  # keys
+    num_warps: int
+    num_stages: int  # key tiles in flight, the one that is computed included
+
+
+def choose_tiles(rows: int, grouped: int, head_dim: int, itemsize: int) -> Tiles:
+    """Tiles for requests of at most `rows` rows (query tokens times `grouped` query heads of a KV
+    head). What fits the lowest tile counts as short.
+
+    Reasoned for A100 (164 KB of shared memory in a processor) and H200 (228 KB), not measured.
+    Short requests are bound by memory: low tiles, two programs in a processor, two tiles of keys
+    and of values in flight in each, beside the table entries of a third. Long ones are bound by
+    arithmetic: tiles as big as registers allow. float32 must do without tensor cores.
+    """
+    row_bytes = padded(head_dim) * itemsize
+    block_n = 64 if row_bytes <= 256 else 32
+    lowest = max(16, triton.next_power_of_2(grouped))
+    if rows <= lowest:
+        return Tiles(lowest, block_n, num_warps=4, num_stages=5 if row_bytes <= 512 else 3)
+    if itemsize == 4:
+        return Tiles(max(lowest, 64 if head_dim <= 128 else 32), block_n, 8, num_stages=2)
+    if rows <= 64 and head_dim <= 128:
+        return Tiles(max(lowest, 64), block_n, num_warps=4, num_stages=3)
+    return Tiles(max(lowest, 128 if head_dim <= 128 else 64), block_n, 8, num_stages=3)
+
+
+class TritonBackend:
+    """Attention in Triton. The bits of a decoding request do not depend on the batch it is in.
+
+    `split` (keys of a piece: a multiple of every key tile), `workspace_bytes` and `num_programs`
+    are for tests, which make them small. By default the programs fill the device.
+    """
+
+    name = "triton"
+
+    def __init__(
+        self,
+        device: torch.device,
+        split: int = _SPLIT,
+        workspace_bytes: int = _WORKSPACE_BYTES,
+        num_programs: int = 0,
+    ) -> None:
+        if not num_programs:
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            num_programs = processors * _PROGRAMS_PER_PROCESSOR
+        self._num_programs = num_programs
+        self._split = split
+        self._workspace = torch.empty(workspace_bytes // 4, dtype=torch.float32, device=device)
+        self._starts: dict[int, torch.Tensor] = {}  # by window: int32 [3, R+1], see plan_work
+
+    def begin_step(self, context: StepContext) -> None:
+        self._starts = {}  # the first layer with a window has its work planned
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pages: torch.Tensor,
+        context: StepContext,
+        tables: GroupTables,
+        call: AttentionCall,
+    ) -> torch.Tensor:
+        query, key, value = map(_with_whole_rows, (query, key, value))
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if len(query):
+            with torch.cuda.device_of(query):  # triton launches on the current device
+                _write_kv(key, value, pages, context, tables, out)
+                self._attend(query, pages, context, tables, call, out)
+        return out
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        context: StepContext,
+        tables: GroupTables,
+        call: AttentionCall,
+        out: torch.Tensor,
+    ) -> None:
+        num_tokens, num_heads, head_dim = query.shape
+        num_requests = len(context.seq_lens)
+        grouped = num_heads // pages.shape[2]
+        window = call.sliding_window or _NO_WINDOW
+        short = choose_tiles(1, grouped, head_dim, pages.itemsize)
+        tiles = choose_tiles(context.longest_query * grouped, grouped, head_dim, pages.itemsize)
+        most_parts = len(self._workspace) // (num_heads * (head_dim + 2))
+        partials = self._workspace[: most_parts * num_heads * head_dim]
+        part_scales = self._workspace[len(partials) :]
+
+        if window not in self._starts:
+            starts = torch.empty(3, num_requests + 1, dtype=torch.int32, device=query.device)
+            kernels.plan_work[(1,)](
+                context.query_start_loc,
+                context.seq_lens,
+                starts,
+                num_requests,
+                window,
+                most_parts,
+                SHORT=short.block_m // grouped,
+                TILE=tiles.block_m // grouped,
+                SPLIT=self._split,
+                BLOCK=_REQUESTS_AT_ONCE,
+            )
+            self._starts[window] = starts
+        starts = self._starts[window]
+
+        def launch(num_programs: int, by: Tiles, split: int) -> None:
+            kernels.attend[(num_programs,)](
+                query,
+                out,
+                pages,
+                call.sinks,
+                context.query_start_loc,
+                context.seq_lens,
+                tables.table_start,
+                tables.blocks,
+                tables.first_positions,
+                starts,
+                partials,
+                part_scales,
+                num_requests,
+                window,
+                call.scaling,
+                call.softcap,
+                *query.stride()[:2],
+                pages.stride(0),
+                NUM_KV_HEADS=pages.shape[2],
+                GROUPED=grouped,
+                HEAD_DIM=head_dim,
+                PAGE_SIZE=pages.shape[3],
+                SPLIT=split,
+                CAPPED=call.softcap > 0,
+                BLOCK_M=by.block_m,
+                BLOCK_N=by.block_n,
+                BLOCK_D=padded(head_dim),
+                num_warps=by.num_warps,
+                num_stages=by.num_stages,
+            )
+
+        launch(self._num_programs, short, self._split)
+        kernels.merge[(num_requests, num_heads)](
+            out,
+            call.sinks,
+            context.query_start_loc,
+            starts,
+            partials,
+            part_scales,
+            num_requests,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_D=padded(head_dim),
+            num_warps=1,
+        )
+        if context.longest_query > short.block_m // grouped:
+            most_tiles = num_tokens // (tiles.block_m // grouped) + num_requests
+            launch(most_tiles * pages.shape[2], tiles, 0)
+
+
+def _write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: torch.Tensor,
+    context: StepContext,
+    tables: GroupTables,
+    out: torch.Tensor,
+) -> None:
+    num_tokens, num_kv_heads, head_dim = key.shape
+    heads = min(_HEADS_AT_ONCE, triton.next_power_of_2(num_kv_heads))
+    kernels.write_kv[(num_tokens, triton.cdiv(num_kv_heads, heads))](
+        key,
+        value,
+        pages,
+        tables.slot_mapping,
+        out,
+        context.query_start_loc,
+        len(context.seq_lens),
+        *key.stride()[:2],
+        *value.stride()[:2],
+        pages.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUPED=out.shape[1] // num_kv_heads,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=pages.shape[3],
+        BLOCK_H=heads,
+        BLOCK_D=padded(head_dim),
+    )
+
+
+def _with_whole_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The kernels take any strides but the last."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def padded(head_dim: int) -> int:
+    """Tiles are powers of two, and products are taken over 16 numbers at least."""
+    return max(16, triton.next_power_of_2(head_dim))
