@@ -27,8 +27,16 @@ def test_the_script_runs_and_leaves_the_results_alone() -> None:
         timeout=250,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for title in ("Attention of a decode step", "A step of Llama-3.1-8B", "Run-ahead stress",
-                  "How busy the device is", "Swapping", "Sampling from", "transformers"):  # fmt: skip
+    for title in (
+        "Attention of a decode step",
+        "Attention of a prefill",
+        "A step of Llama-3.1-8B",
+        "How busy the device is",
+        "Run-ahead stress",
+        "Swapping",
+        "Sampling from",
+        "transformers",
+    ):
         assert title in done.stdout
     assert "False |" not in done.stdout  # in the columns "same tokens"
     assert PATH.read_bytes() == before, "figures of a CPU would be taken for a GPU's"
