@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from protos.plan import StepResult
+from worker.device_failure import DeviceFailed
 from worker.link import Link, Session
 
 logger = logging.getLogger(__name__)
@@ -26,10 +27,6 @@ class Launched(Protocol):
     """A step that has begun on the device."""
 
     def wait(self) -> StepResult: ...
-
-
-class DeviceFailed(Exception):
-    """A step that was launched has failed: the device cannot be trusted with another one."""
 
 
 @dataclass(frozen=True, slots=True)

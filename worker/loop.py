@@ -11,6 +11,7 @@ Owns: the order of these things. Does not own: the socket (worker/link.py), what
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from typing import Final, Protocol
 from protos import link_pb2
 from protos.plan import StepPlan
 from worker import systemd
-from worker.completion import Completion, DeviceFailed, Launched
+from worker.completion import Completion, Launched
+from worker.device_failure import DeviceFailed
 from worker.link import Link, PlanRefused, Session, SessionEnded
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ def serve(link: Link, build: Build) -> int:
         session = link.accept()
         if runner is None or built != session.configure:
             runner = None  # its memory is needed for the next one
+            gc.collect()  # what it consists of refers to each other
             try:
                 runner = _load(link, session, build)
             except Exception as error:  # whatever it is, the scheduler must hear of it
@@ -102,6 +105,9 @@ def _run_one(session: Session, runner: Runner, completion: Completion) -> None:
         if plan.awaits_mask:
             raise NotImplementedError("this worker takes no masks (constrained sampling)")
         launched = runner.launch(plan)
+    except DeviceFailed as error:
+        logger.critical("step %d failed: %s", plan.step_id, error, exc_info=error)
+        raise
     except Exception as error:  # the requests of the step may fail, the worker must not
         logger.exception("step %d failed", plan.step_id)
         completion.fault(plan.step_id, _describe(error))

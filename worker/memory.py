@@ -179,9 +179,11 @@ def weight_bytes(loaded: LoadedModel) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Free bytes: the driver's count on CUDA; on the CPU what is available without swapping,
-    within the control group's limit, which a container has and psutil does not see."""
+    """Free bytes: the driver's count on CUDA, what torch keeps for later given back; on the CPU
+    what is available without swapping, within the control group's limit, which a container has and
+    psutil does not see."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # a former runner's pool may be most of the device
         return int(torch.cuda.mem_get_info(device)[0])
     available = int(psutil.virtual_memory().available)
     try:

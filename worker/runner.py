@@ -30,6 +30,7 @@ from protos import link_pb2
 from protos.plan import Int32, StepPlan, StepResult, empty_plan
 from worker.attention import choose_backend
 from worker.capture_check import why_not_capturable
+from worker.device_failure import DeviceFailed
 from worker.forward import Forward, Forwarded
 from worker.graphs import StaticForward
 from worker.inputs import InvalidPlan, StepInputs, prepare_inputs
@@ -42,7 +43,7 @@ from worker.packing import is_packed
 from worker.padding import PaddedShape, PaddedShapes, row_shape
 from worker.pre_ops import MOST_IN_FLIGHT, PreOps
 from worker.sampler import SampleRows, sample
-from worker.streams import Mark, new_lane
+from worker.streams import Mark, new_lane, settle
 from worker.swap import SwapPool
 
 Sample = Callable[[torch.Tensor, SampleRows], torch.Tensor]  # worker.sampler.sample
@@ -124,8 +125,10 @@ class Runner:
             self._static = StaticForward(
                 self._forward, static, self._shapes, self._write_padding, captures
             )
+        settle(self._device)  # zeroing a pool takes longer than beginning a step
+        if self._static is not None:
             with torch.inference_mode(), self._compute.use():
-                self._static.capture_decode_sizes(progress)
+                self._static.capture_first_shapes(progress)
 
     def step(self, plan: StepPlan) -> StepResult:
         """Run `plan` and wait for its result; raises what `launch` raises."""
@@ -135,7 +138,8 @@ class Runner:
         """Begin `plan`. With two steps launched, waits until the result of the older is taken.
 
         Raises ValueError (InvalidPlan included) for a plan that contradicts itself or asks for
-        what does not exist yet; then the KV of no block has changed.
+        what does not exist yet; then the KV of no block has changed. Raises DeviceFailed where the
+        device will do nothing more.
         """
         _refuse_later_features(plan)
         self._check_rows(plan)
@@ -154,11 +158,20 @@ class Runner:
             io.inputs.write(plan, inputs, self._loaded.vocab_size)
             with torch.inference_mode():
                 launched = self._run(plan, inputs, shape, io)
-        except BaseException:
+        except BaseException as error:
+            self._wait_until_idle(error)
             io.give_back()
             raise
         self._num_launched += 1
         return launched
+
+    def _wait_until_idle(self, error: BaseException) -> None:
+        """What was begun of a step that failed halfway still reads its inputs."""
+        try:
+            for lane in (self._inbound, self._compute):
+                lane.mark().wait()
+        except RuntimeError as broken:
+            raise DeviceFailed(f"{type(error).__name__}: {error}") from broken
 
     def _run(self, plan: StepPlan, inputs: StepInputs, shape: PaddedShape, io: _IoSet) -> Launched:
         with self._inbound.use():
@@ -308,10 +321,12 @@ class Launched:
     def wait(self) -> StepResult:
         """Blocks until the step is done; once, and in the order of the launches."""
         plan = self._plan
-        self._is_out.wait()
-        microseconds = self._end.microseconds_since(self._begin)
-        token_ids, is_token_finite, is_logits_finite = self._io.outputs.read()
-        self._io.give_back()
+        try:
+            self._is_out.wait()
+            microseconds = self._end.microseconds_since(self._begin)
+            token_ids, is_token_finite, is_logits_finite = self._io.outputs.read()
+        finally:
+            self._io.give_back()
         is_token_finite[plan.logits_indices] &= is_logits_finite
         is_finite = np.empty(0, np.int32)
         if len(plan.rows):

@@ -39,6 +39,15 @@ class Lane(Protocol):
         ...
 
 
+def settle(device: torch.device) -> None:
+    """Waits for all that was begun on the device so far, outside of lanes too; from now on it is
+    this thread's device. CUDA's lanes wait for nothing of themselves: not for the default stream,
+    in which weights are loaded and pools zeroed."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.synchronize(device)
+
+
 def new_lane(device: torch.device) -> Lane:
     return _CudaLane(device) if device.type == "cuda" else _HostLane()
 

@@ -1,15 +1,19 @@
 """The swap pool: host memory that holds the KV of offloaded requests, in whole blocks.
 
 One tensor, allocated at start; pinned where the KV pool is on CUDA, so that copies are plain DMA
-and need not wait for one another. It has the KV pool's layout, chunk for chunk: swap block b of a
-group lies in swap chunk `b // blocks_per_chunk`. A block is one contiguous run of bytes on both
-sides, so all pairs of a step become a few runs: neighbours on both sides are copied as one.
+and need not wait for one another. (Pinned by the driver's own call: torch's allocator of pinned
+memory rounds up to a power of two, which for 33 GiB is 64.) It has the KV pool's layout, chunk for
+chunk: swap block b of a group lies in swap chunk `b // blocks_per_chunk`. A block is one contiguous
+run of bytes on both sides, so all pairs of a step become a few runs: neighbours on both sides are
+copied as one.
 
 Owns: the memory, the copies. Does not own: which swap block holds what (the scheduler), how large
 the pool may be (memory.py).
 """
 
 from __future__ import annotations
+
+import weakref
 
 import torch
 
@@ -27,8 +31,9 @@ class SwapPool:
         self._memory = torch.empty(
             num_chunks * pool.geometry.chunk_bytes // pool.geometry.itemsize,
             dtype=pool.memory.dtype,
-            pin_memory=pool.memory.device.type == "cuda" and num_chunks > 0,
         )
+        if pool.memory.device.type == "cuda" and num_chunks:
+            _pin(self, self._memory)
 
     @property
     def num_bytes(self) -> int:
@@ -54,3 +59,16 @@ class SwapPool:
             self._pool.memory[target : target + size].copy_(
                 self._memory[source : source + size], non_blocking=True
             )
+
+
+def _pin(owner: SwapPool, memory: torch.Tensor) -> None:
+    """Until `owner` goes."""
+    cudart = torch.cuda.cudart()
+    error = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if error:
+        raise OSError(
+            f"the {memory.nbytes / 2**20:,.1f} MiB of cpu_offload_space cannot be pinned: CUDA "
+            f"error {error} of cudaHostRegister (see ulimit -l and the container's memory limit)"
+        )
+    unpin = weakref.finalize(owner, cudart.cudaHostUnregister, memory.data_ptr())
+    unpin.atexit = False  # the driver does it then
