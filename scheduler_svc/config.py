@@ -99,9 +99,8 @@ class Config:
     )
     weight_format: str = setting(
         "float32",
-        "how weights are stored on the CPU; float32 = as dtype says",
-        choices=("float32", "int8"),
-        now=("float32",),
+        "how linear layers' weights are packed on the CPU; unpacked = as torch has them",
+        choices=("float32", "float16", "int8", "unpacked"),
     )
     attention: str = setting(
         "auto",

@@ -18,6 +18,7 @@ from protos import link_pb2
 from worker.attention.interface import ATTENTION_NAME, register
 from worker.geometry import Geometry, UnsupportedModel, geometry_of
 from worker.model_check import check_config, check_dense, probe
+from worker.packing import pack_model
 from worker.rope import pin_longrope
 
 __all__ = ["LoadedModel", "Progress", "UnsupportedModel", "load_folder", "load_model"]
@@ -78,6 +79,11 @@ def load_folder(path: str, configure: link_pb2.Configure, progress: Progress) ->
         path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
     )
     model.to(device).eval()  # type: ignore[arg-type]  # the decorator hides nn.Module.to
+    pack_model(
+        model,
+        configure.weight_format,
+        lambda share: progress("packing weights", 0.6 + 0.3 * share),
+    )
     progress("checking the model", 0.9)
     pin_longrope(model, max_model_len)
     vocab_size = probe(model, geometry, device)

@@ -20,9 +20,10 @@ from transformers.pytorch_utils import Conv1D
 
 from worker.attention.interface import AttentionCall, answering, layer_index
 from worker.geometry import Geometry, UnsupportedModel
+from worker.packed_linear import PackedLinear
 
 _PROBE_TOKENS: Final = 3
-_TRIED_ROWS: Final = (2, 3, 5, 9)  # multiples of the deterministic row count
+_TRIED_ROWS: Final = (2, 3, 5, 9, 17)  # multiples of the deterministic row count
 
 
 def check_config(text_config: Any) -> None:
@@ -86,12 +87,11 @@ def check_row_bits(model: PreTrainedModel, row_multiple: int) -> None:
     showing. One layer of every shape is tried. Raises UnsupportedModel.
     """
     layers = {
-        (type(module), tuple(module.weight.shape)): (path, module)
+        (type(module), *_shape(module)): (path, module)
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D)
+        if isinstance(module, nn.Linear | Conv1D | PackedLinear)
     }
-    for path, layer in layers.values():
-        wide = layer.weight.shape[0 if isinstance(layer, Conv1D) else 1]
+    for (_, _, wide), (path, layer) in layers.items():
         rows = torch.linspace(-1, 1, wide * _TRIED_ROWS[-1] * row_multiple).sin()
         rows = rows.view(-1, wide)
         with torch.inference_mode():
@@ -103,9 +103,17 @@ def check_row_bits(model: PreTrainedModel, row_multiple: int) -> None:
                 if not torch.equal(layer(rows[:some]), one_by_one[:some]):
                     raise UnsupportedModel(
                         f"{model.config.model_type}: deterministic cannot be kept here: the bits "
-                        f"of {path} {list(layer.weight.shape)} change when {row_multiple} rows "
+                        f"of {path} {list(_shape(layer))} change when {row_multiple} rows "
                         f"are computed among {some}, with {torch.get_num_threads()} threads"
                     )
+
+
+def _shape(layer: nn.Module) -> tuple[int, int]:
+    """(output features, input features)"""
+    if isinstance(layer, PackedLinear):
+        return layer.out_features, layer.in_features
+    rows, columns = layer.weight.shape  # type: ignore[misc]
+    return (columns, rows) if isinstance(layer, Conv1D) else (rows, columns)
 
 
 class _Probe:

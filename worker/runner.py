@@ -5,10 +5,10 @@ finite. Does not own: attention and KV memory (attention/, kv_pool.py), deriving
 (inputs.py), choosing tokens (sampler.py), when a step runs (loop.py).
 
 All requests of a step form one flat sequence, [1, T]; what belongs to whom is told to attention
-through the StepContext alone. Token rows and logits rows are padded to multiples of four in
-deterministic mode: the CPU's matrix products share rows out to threads by fours, and give a row
-the same bits in any share of four or more, other bits in a smaller one (measured; model_check.py
-tries it on the model at hand).
+through the StepContext alone. In deterministic mode a model with linear layers that are not packed
+gets its token rows and logits rows padded to multiples of four: torch's matrix products share rows
+out to threads by fours, and give a row the same bits in any share of four or more, other bits in a
+smaller one (measured). Packed layers need no padding. model_check.py tries the model at hand.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from worker.kv_pool import KvPool
 from worker.load import LoadedModel
 from worker.memory import plan_memory
 from worker.model_check import check_row_bits
+from worker.packing import is_packed
 from worker.swap import SwapPool
 
 # (logits float32 [S, V], temperature, top_k, top_p, min_p, u: each [S]) -> token ids int64 [S]
@@ -38,7 +39,7 @@ Sample = Callable[[torch.Tensor, Float32, Int32, Float32, Float32, Float32], tor
 
 _logger = logging.getLogger(__name__)
 
-_DETERMINISTIC_ROWS: Final = 4  # token and logits rows come in multiples of this
+_UNPACKED_ROWS: Final = 4  # deterministic token and logits rows come in multiples of this
 _FIRST_ROWS: Final = 64  # rows of the per-row tables at start; they grow as rows appear
 _NOTHING: Final = np.empty(0, np.int32)
 
@@ -69,12 +70,13 @@ class Runner:
         self._loaded = loaded
         self._model = loaded.model
         self._device = loaded.device
-        self._row_multiple = _DETERMINISTIC_ROWS if configure.deterministic else 1
+        needs_padding = configure.deterministic and not is_packed(loaded.model)
+        self._row_multiple = _UNPACKED_ROWS if needs_padding else 1
         self.backend = choose_backend(
             configure.attention, loaded.device, loaded.dtype, configure.deterministic
         )
         if configure.deterministic:
-            check_row_bits(loaded.model, _DETERMINISTIC_ROWS)
+            check_row_bits(loaded.model, self._row_multiple)
         self._geometry = loaded.geometry
         if num_chunks is None:
             memory = plan_memory(loaded, configure, self.backend.name)

@@ -92,7 +92,7 @@ def test_switches(arguments: list[str], want: bool) -> None:
         ),
         (["--use-cuda-graph"], {}, ["use_cuda_graph is True", "false", "later version"]),
         (["--cpu-offload-space", "-1"], {}, ["cpu_offload_space is -1.0", "at least 0"]),
-        (["--weight-format", "int8"], {}, ["weight_format is 'int8'", "later version"]),
+        (["--weight-format", "int4"], {}, ["weight_format is 'int4'", "float32, float16, int8"]),
         (["--config", "/nowhere.toml"], {}, ["config is '/nowhere.toml'", "No such file"]),
         (
             ["--max-batch-tokens", "8"],

@@ -15,12 +15,26 @@ MAX_TOKENS = [3, 2, 3, 2, 2, 3]
 
 
 @pytest.mark.parametrize(
-    ("make", "num_threads"), [(wide_llama, 1), (wide_llama, 2), (gpt2, 1), (gemma3, 1)]
+    ("make", "num_threads", "weight_format"),
+    [
+        (wide_llama, 1, "float32"),
+        (wide_llama, 2, "unpacked"),
+        (wide_llama, 2, "int8"),
+        (gpt2, 1, "unpacked"),
+        (gemma3, 2, "float16"),
+    ],
 )
-def test_logits_are_bitwise_equal_alone_batched_and_chunked(served, prompts, make, num_threads):
+def test_logits_are_bitwise_equal_alone_batched_and_chunked(
+    served, prompts, make, num_threads, weight_format
+):
     """The promise itself (worker notes, section 9): every logit of six requests, alone and whole
     against staggered, chunked, mixed. One kernel that takes another path breaks it."""
-    settings = {"deterministic": True, "num_threads": num_threads, "page_size": 16}
+    settings = {
+        "deterministic": True,
+        "num_threads": num_threads,
+        "page_size": 16,
+        "weight_format": weight_format,
+    }
     alone = []
     for prompt, count in zip(prompts, MAX_TOKENS, strict=True):
         it = served(make, **settings)
@@ -35,11 +49,15 @@ def test_logits_are_bitwise_equal_alone_batched_and_chunked(served, prompts, mak
             assert torch.equal(one.logits, other.logits)
 
 
-def test_rows_are_padded_to_multiples_of_four(served):
-    """A thread's share of fewer than four rows takes another path through the CPU's matrix
-    products, with other bits: five rows on two threads are four and one."""
+@pytest.mark.parametrize(
+    ("weight_format", "right"), [("unpacked", [8, 4, 4, 4]), ("float32", [5, 1, 1, 1])]
+)
+def test_unpacked_rows_are_padded_to_multiples_of_four(served, weight_format, right):
+    """A thread's share of fewer than four rows takes another path through torch's matrix
+    products, with other bits: five rows on two threads are four and one. Packed layers have one
+    path, and padding them would be waste."""
     rows = []
-    it = served(llama, deterministic=True)
+    it = served(llama, deterministic=True, weight_format=weight_format)
     it.loaded.model.base_model.register_forward_hook(
         lambda _module, _inputs, output: rows.append(output[0].shape[1])
     )
@@ -47,7 +65,7 @@ def test_rows_are_padded_to_multiples_of_four(served):
         lambda _module, _inputs, output: rows.append(output.shape[1])
     )
     serve(it.runner, it.planner, it.sample, [[5, 6, 7, 8, 9]], [2])
-    assert rows == [8, 4, 4, 4]
+    assert rows == right
 
 
 def test_a_matrix_product_that_depends_on_its_rows_is_refused(served, monkeypatch):
@@ -88,7 +106,7 @@ def test_refused_without_a_compiler(saved, monkeypatch, tmp_path):
 
 def test_padding_never_touches_a_request(served):
     """Padding must write into its reserved chunk only, and read nothing but zeros."""
-    it = served(llama, deterministic=True)
+    it = served(llama, deterministic=True, weight_format="unpacked")
     planner: Planner = it.planner
     serve(it.runner, planner, it.sample, [[5, 6, 7]], [1])
     pool = it.runner.pool.blocks(0)

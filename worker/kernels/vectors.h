@@ -13,6 +13,13 @@
 #define LANES 8
 #define INLINE static inline __attribute__((always_inline))
 
+/* An end to the compiler's liberties with a vector: it is now, and it is in a register. */
+#ifdef __AVX__
+#define IN_REGISTER(v) __asm__("" : "+x"(v))
+#else
+#define IN_REGISTER(v)
+#endif
+
 enum { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
 
 typedef float vec __attribute__((vector_size(32)));

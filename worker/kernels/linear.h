@@ -1,0 +1,44 @@
+/* Linear layers over packed weights: what other C files may call.
+ *
+ * A panel is PANEL output features; the last one is filled up with zeros. Weights lie as
+ *   float32, float16   [panel][in_features][PANEL]
+ *   int8               [panel][pairs of in_features][PANEL][2], one scale per output feature
+ * and start on a multiple of 64 bytes. Activations and results are float32; strides in elements.
+ */
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#define PANEL 16
+
+enum { WEIGHT_FLOAT32 = 0, WEIGHT_FLOAT16 = 1, WEIGHT_INT8 = 2 };
+
+struct linear { /* mirrored by a ctypes structure in packed_linear.py */
+  const void *weight;
+  const float *scale; /* [panels * PANEL], int8 only */
+  const float *bias;  /* [panels * PANEL]; zeros where there is none */
+  int64_t in_features, out_features, format;
+};
+
+/* Bytes of scratch that a call with so many rows needs, aligned to 64; 0 but for int8. */
+size_t linear_scratch(const struct linear *layer, int64_t rows);
+
+/* out[rows][out_features] = x[rows][in_features] W^T + bias, plus what `out` holds if `accumulate`.
+ * Opens a parallel region of its own. */
+void linear(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows, float *out,
+            int64_t out_stride, int accumulate, void *scratch, int num_threads);
+
+/* The same inside of a caller's parallel region: each thread calls prepare, then, after a barrier,
+ * share. Only int8 has anything to prepare; for the others prepare and barrier may be left out. */
+void linear_prepare(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows,
+                    void *scratch, int thread, int num_threads);
+void linear_share(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows,
+                  float *out, int64_t out_stride, int accumulate, const void *scratch, int thread,
+                  int num_threads);
+
+/* int8, in linear_int8.c */
+size_t int8_scratch(const struct linear *layer, int64_t rows);
+void int8_prepare(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows,
+                  void *scratch, int thread, int num_threads);
+void int8_share(const struct linear *layer, int64_t rows, float *out, int64_t out_stride,
+                int accumulate, const void *scratch, int thread, int num_threads);

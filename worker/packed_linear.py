@@ -1,0 +1,198 @@
+"""A linear layer over weights that are packed once, for the CPU.
+
+Owns: packing and quantising weights, and handing tensors to C as pointers and strides. Does not
+own: arithmetic (kernels/linear.c, linear_int8.c), or which layers of a model are replaced
+(packing.py).
+
+The bits of a result's row depend on that row and the weights alone, whatever other rows are
+computed with it and on however many threads. Formats, with float32 activations and results:
+
+    float32   as precise as torch's
+    float16   weights rounded to 11 bits; half the memory
+    int8      weights rounded to 8 bits, one scale per output feature; activations to 16 bits, one
+              scale per row; a quarter of the memory
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import nn
+
+from worker.kernels.build import kernel_library
+
+WEIGHT_FORMATS: Final = ("float32", "float16", "int8")
+
+_PANEL: Final = 16  # PANEL of linear.h
+_PAD: Final = 16  # PAD of linear_int8.c
+_HUGE_PAGE: Final = 2**21
+
+
+class CLinear(ctypes.Structure):
+    """struct linear of kernels/linear.h"""
+
+    _fields_ = [
+        ("weight", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("in_features", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
+        ("format", ctypes.c_int64),
+    ]
+
+
+class PackedLinear(nn.Module):
+    """x[..., in_features] -> [..., out_features], float32 on the CPU; no gradients."""
+
+    weight: None  # what looks for one finds that there is none, instead of a wrong one
+    packed: torch.Tensor
+    scale: torch.Tensor | None
+    bias: torch.Tensor
+
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        weight_format: str = "float32",
+    ) -> None:
+        """Of one layer, or of several over the same input, whose outputs are to follow each other:
+        weights [out_features, in_features], and a bias [out_features] or None for each.
+
+        Raises KernelUnavailable without a compiler, ValueError for a weight that the format cannot
+        hold.
+        """
+        super().__init__()
+        library = kernel_library()
+        self._linear = library.linear
+        self._linear.restype = None
+        self._linear.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int,
+            ctypes.c_void_p,
+            ctypes.c_int,
+        ]
+        self._scratch_bytes = library.linear_scratch
+        self._scratch_bytes.restype = ctypes.c_size_t
+        self._scratch_bytes.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        self.weight = None
+        self.weight_format = weight_format
+        self.in_features = weights[0].shape[1]
+        self.out_features = sum(len(weight) for weight in weights)
+        joined = torch.cat([weight.detach() for weight in weights]).float()
+        scale = None
+        if weight_format == "int8":
+            joined, scale = _quantised(joined)
+        elif weight_format == "float16":
+            joined = _halved(joined)
+        self.register_buffer("packed", _packed(joined), persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("bias", self._joined_bias(weights, biases), persistent=False)
+        self.c_struct = CLinear(
+            weight=self.packed.data_ptr(),
+            scale=None if scale is None else scale.data_ptr(),
+            bias=self.bias.data_ptr(),
+            in_features=self.in_features,
+            out_features=self.out_features,
+            format=WEIGHT_FORMATS.index(weight_format),
+        )
+        self.c_pointer = ctypes.addressof(self.c_struct)  # a `struct linear *` for C callers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x if x.ndim == 2 else x.reshape(-1, self.in_features)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        out = torch.empty((*x.shape[:-1], self.out_features))
+        self.compute(rows.data_ptr(), rows.stride(0), len(rows), out.data_ptr(), self.out_features)
+        return out
+
+    def compute(
+        self, x: int, x_stride: int, rows: int, out: int, out_stride: int, accumulate: bool = False
+    ) -> None:
+        """From float32 rows at address `x` to rows at address `out`, strides in elements; adds to
+        what `out` holds if `accumulate`."""
+        scratch = None
+        if self.weight_format == "int8":
+            scratch = torch.empty(self._scratch_bytes(self.c_pointer, rows), dtype=torch.uint8)
+        self._linear(
+            self.c_pointer,
+            x,
+            x_stride,
+            rows,
+            out,
+            out_stride,
+            accumulate,
+            None if scratch is None else scratch.data_ptr(),
+            torch.get_num_threads(),
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.weight_format}"
+
+    def _joined_bias(
+        self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor:
+        """[panels * PANEL], zeros where there is none."""
+        joined = torch.zeros(_up(self.out_features, _PANEL))
+        begin = 0
+        for weight, bias in zip(weights, biases, strict=True):
+            if bias is not None:
+                joined[begin : begin + len(weight)] = bias.detach()
+            begin += len(weight)
+        return joined
+
+
+def _quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 [out, in] and float32 scales [panels * PANEL], symmetric, so that the largest weight of
+    an output feature becomes 127."""
+    scale = torch.zeros(_up(len(weight), _PANEL))
+    largest = weight.abs().amax(dim=1)
+    if not torch.isfinite(largest).all():
+        raise ValueError("a weight is not finite, so it has no int8 value")
+    scale[: len(weight)] = largest / 127
+    steps = torch.where(largest > 0, 127 / largest, 0)
+    return (weight * steps[:, None]).round().to(torch.int8), scale
+
+
+def _halved(weight: torch.Tensor) -> torch.Tensor:
+    halved = weight.half()
+    if not torch.isfinite(halved).all():
+        raise ValueError(
+            f"a weight is {weight.abs().max():g}; float16 reaches {torch.finfo(torch.half).max:g}"
+        )
+    return halved
+
+
+def _packed(weight: torch.Tensor) -> torch.Tensor:
+    """[out, in] as linear.h wants it: [panel][in][PANEL], int8 in pairs of `in`."""
+    out_features, in_features = weight.shape
+    panels = -(-out_features // _PANEL)
+    if weight.dtype == torch.int8:
+        wide = _up(in_features, _PAD)
+        packed = _on_huge_pages((panels, wide // 2, _PANEL, 2), torch.int8)
+        filled = torch.zeros(panels * _PANEL, wide, dtype=torch.int8)
+        filled[:out_features, :in_features] = weight
+        packed.copy_(filled.view(panels, _PANEL, wide // 2, 2).transpose(1, 2))
+        return packed
+    packed = _on_huge_pages((panels, in_features, _PANEL), weight.dtype)
+    full = out_features // _PANEL
+    packed[:full] = weight[: full * _PANEL].view(full, _PANEL, in_features).transpose(1, 2)
+    if full < panels:
+        packed[full].zero_()
+        packed[full, :, : out_features - full * _PANEL] = weight[full * _PANEL :].T
+    return packed
+
+
+def _on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
