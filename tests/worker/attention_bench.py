@@ -1,4 +1,4 @@
-"""What attention costs on this CPU: decode steps and chunks of SmolLM2's shape, over scattered pages.
+"""What attention costs on this CPU: decode steps and chunks of SmolLM2's shape, scattered pages.
 
 `python -m tests.worker.attention_bench` prints the tables. A decode step attends in each of 30
 layers, over 0.4 or 1.5 GB of keys and values, so nothing is found in a cache. Every contestant runs

@@ -124,28 +124,25 @@ void write_kv(const struct kv_layer *kv, const void *k, const void *v, const int
 
 /* what one thread works with; `dim` is head_dim rounded up to whole vectors */
 struct scratch {
-  float *q, *out, *total;         /* [rows][dim] each */
-  float *keys, *values;           /* [KEYS][dim] each */
-  float *scores;                  /* [rows][KEYS] */
-  float *max, *sum, *total_max, *total_sum; /* [rows] each */
+  float *q, *out;       /* [rows][dim] each */
+  float *keys, *values; /* [KEYS][dim] each */
+  float *scores;        /* [rows][KEYS] */
+  float *max, *sum;     /* [rows] each */
 };
 
 static size_t scratch_floats(int rows, int dim) {
-  return (size_t)rows * (3 * (size_t)dim + KEYS + 4) + 2 * KEYS * (size_t)dim;
+  return (size_t)rows * (2 * (size_t)dim + KEYS + 2) + 2 * KEYS * (size_t)dim;
 }
 
 static struct scratch scratch_in(float *memory, int rows, int dim) {
   struct scratch s;
   s.q = memory;
   s.out = s.q + rows * dim;
-  s.total = s.out + rows * dim;
-  s.keys = s.total + rows * dim;
+  s.keys = s.out + rows * dim;
   s.values = s.keys + KEYS * dim;
   s.scores = s.values + KEYS * dim;
   s.max = s.scores + rows * KEYS;
   s.sum = s.max + rows;
-  s.total_max = s.sum + rows;
-  s.total_sum = s.total_max + rows;
   return s;
 }
 
@@ -225,7 +222,7 @@ struct tile {
   int tokens;
 };
 
-/* The rows' sums over the keys in [from, to): s->out, s->max, s->sum, weights relative to max. */
+/* Add the keys in [from, to) to the rows' sums: s->out and s->sum, with weights relative to s->max */
 static void attend_keys(const struct kv_layer *kv, const struct queries *in,
                         const struct tables *tables, struct tile tile, int64_t position,
                         int64_t from, int64_t to, int dim, const struct scratch *s) {
@@ -234,11 +231,6 @@ static void attend_keys(const struct kv_layer *kv, const struct queries *in,
   const int32_t *table = tables->blocks + tables->table_start[tile.request];
   const int64_t table_position = tables->first_positions[tile.request];
   const int64_t apart = kv->num_kv_heads * kv->page_size * kv->head_dim * itemsize(kv->dtype);
-  for (int row = 0; row < rows; row++) {
-    s->max[row] = NEVER_SEEN;
-    s->sum[row] = 0.0f;
-  }
-  memset(s->out, 0, sizeof(float) * (size_t)(rows * dim));
 
   for (int64_t base = from / KEYS * KEYS; base < to; base += KEYS) {
     /* a sliding table may start inside the block: what lies before is outside of the window */
@@ -289,6 +281,7 @@ static void attend_tile(const struct kv_layer *kv, const struct queries *in,
     s->max[row] = in->sinks ? in->sinks[query_head] : NEVER_SEEN;
     s->sum[row] = in->sinks ? 1.0f : 0.0f;
   }
+  memset(s->out, 0, sizeof(float) * (size_t)(rows * dim));
   const int64_t end = position + tile.tokens; /* one past the last key that any row sees */
   const int64_t oldest = window && position - window + 1 > 0 ? position - window + 1 : 0;
   attend_keys(kv, in, tables, tile, position, oldest, end, dim, s);
