@@ -16,7 +16,8 @@ computed with it and on however many threads. Formats, with float32 activations 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -28,7 +29,6 @@ WEIGHT_FORMATS: Final = ("float32", "float16", "int8")
 
 _PANEL: Final = 16  # PANEL of linear.h
 _PAD: Final = 16  # PAD of linear_int8.c
-_HUGE_PAGE: Final = 2**21
 
 
 class CLinear(ctypes.Structure):
@@ -42,6 +42,27 @@ class CLinear(ctypes.Structure):
         ("out_features", ctypes.c_int64),
         ("format", ctypes.c_int64),
     ]
+
+
+@functools.cache
+def _functions() -> tuple[Callable[..., None], Callable[..., int]]:
+    """linear and linear_scratch of linear.h"""
+    library = kernel_library()
+    library.linear.restype = None
+    library.linear.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_int,
+    ]
+    library.linear_scratch.restype = ctypes.c_size_t
+    library.linear_scratch.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    return library.linear, library.linear_scratch
 
 
 class PackedLinear(nn.Module):
@@ -65,23 +86,7 @@ class PackedLinear(nn.Module):
         hold.
         """
         super().__init__()
-        library = kernel_library()
-        self._linear = library.linear
-        self._linear.restype = None
-        self._linear.argtypes = [
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_int,
-            ctypes.c_void_p,
-            ctypes.c_int,
-        ]
-        self._scratch_bytes = library.linear_scratch
-        self._scratch_bytes.restype = ctypes.c_size_t
-        self._scratch_bytes.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        self._linear, self._scratch_bytes = _functions()
         self.weight = None
         self.weight_format = weight_format
         self.in_features = weights[0].shape[1]
@@ -106,6 +111,11 @@ class PackedLinear(nn.Module):
         self.c_pointer = ctypes.addressof(self.c_struct)  # a `struct linear *` for C callers
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != torch.float32 or x.shape[-1] != self.in_features:
+            raise TypeError(
+                f"x is {x.dtype} {list(x.shape)}; a packed layer takes float32 "
+                f"[..., {self.in_features}]"
+            )
         rows = x if x.ndim == 2 else x.reshape(-1, self.in_features)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
@@ -180,22 +190,18 @@ def _packed(weight: torch.Tensor) -> torch.Tensor:
     panels = -(-out_features // _PANEL)
     if weight.dtype == torch.int8:
         wide = _up(in_features, _PAD)
-        packed = _on_huge_pages((panels, wide // 2, _PANEL, 2), torch.int8)
+        packed = torch.empty(panels, wide // 2, _PANEL, 2, dtype=torch.int8)
         filled = torch.zeros(panels * _PANEL, wide, dtype=torch.int8)
         filled[:out_features, :in_features] = weight
         packed.copy_(filled.view(panels, _PANEL, wide // 2, 2).transpose(1, 2))
         return packed
-    packed = _on_huge_pages((panels, in_features, _PANEL), weight.dtype)
+    packed = torch.empty(panels, in_features, _PANEL, dtype=weight.dtype)
     full = out_features // _PANEL
     packed[:full] = weight[: full * _PANEL].view(full, _PANEL, in_features).transpose(1, 2)
     if full < panels:
         packed[full].zero_()
         packed[full, :, : out_features - full * _PANEL] = weight[full * _PANEL :].T
     return packed
-
-
-def _on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
 
 
 def _up(number: int, multiple: int) -> int:

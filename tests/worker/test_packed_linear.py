@@ -147,3 +147,12 @@ def test_weights_that_a_format_cannot_hold_are_refused(weight_format, value, mes
     weight = torch.full((16, 16), value)
     with pytest.raises(ValueError, match=message):
         PackedLinear([weight], [None], weight_format)
+
+
+@pytest.mark.parametrize(
+    "x", [torch.ones(2, 16).double(), torch.ones(2, 15)], ids=["dtype", "width"]
+)
+def test_an_input_of_another_kind_is_refused(x):
+    """C reads what lies at the address, whatever it is."""
+    with pytest.raises(TypeError, match=r"takes float32 \[\.\.\., 16\]"):
+        PackedLinear([torch.ones(4, 16)], [None])(x)

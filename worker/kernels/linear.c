@@ -21,9 +21,10 @@ static int omp_get_num_threads(void) { return 1; }
 #endif
 
 #define TILE_ROWS 6
-#define SLICE 256            /* x PANEL floats: half of a first-level cache */
-#define LONGEST 1024         /* input features that are gone through at once */
+#define SLICE 256             /* x PANEL floats: half of a first-level cache */
+#define LONGEST 1024          /* input features that are gone through at once */
 #define ROW_BYTES (256 << 10) /* of rows that are gone through at once */
+#define ALONE (1 << 17)       /* activations that one thread prepares before the others start */
 
 struct tile { /* [rows][features] x [features][PANEL]; `start` is where the sums begin */
   const float *x, *start;
@@ -211,11 +212,13 @@ void linear_prepare(const struct linear *layer, const float *x, int64_t x_stride
 
 void linear(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows, float *out,
             int64_t out_stride, int accumulate, void *scratch, int num_threads) {
+  const int is_prepared = rows * layer->in_features < ALONE; /* a barrier would cost more */
+  if (is_prepared) linear_prepare(layer, x, x_stride, rows, scratch, 0, 1);
 #pragma omp parallel num_threads(num_threads)
   {
     const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    linear_prepare(layer, x, x_stride, rows, scratch, thread, threads);
-    if (layer->format == WEIGHT_INT8) {
+    if (layer->format == WEIGHT_INT8 && !is_prepared) {
+      linear_prepare(layer, x, x_stride, rows, scratch, thread, threads);
 #pragma omp barrier
     }
     linear_share(layer, x, x_stride, rows, out, out_stride, accumulate, scratch, thread, threads);

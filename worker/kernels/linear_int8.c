@@ -15,6 +15,7 @@
 #define TILE_ROWS 6
 #define SLICE 512
 #define PAD 16
+#define ROW_BYTES (256 << 10) /* of rows that are gone through at once: they stay in a cache */
 #define LARGEST 32767.0f
 #define SMALLEST 1e-33f /* LARGEST / SMALLEST is finite */
 #define ALIGNED(bytes) (((bytes) + 63) / 64 * 64)
@@ -116,17 +117,19 @@ static __attribute__((noinline)) void multiply_rows(int rows, const int16_t *x, 
   }
 }
 
-/* one slice of one panel, for all rows: out = before + sums * scales */
+/* one slice of one panel, for rows [first, last) of `rows`: out = before + sums * scales */
 static void slice_of_rows(const struct linear *layer, int64_t panel, int64_t feature, int features,
-                          int64_t rows, float *out, int64_t out_stride, int accumulate,
-                          const void *scratch) {
-  const int64_t stride = padded(layer->in_features), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+                          int64_t first, int64_t last, int64_t rows, float *out,
+                          int64_t out_stride, int accumulate, const void *scratch) {
+  const int64_t stride = padded(layer->in_features);
+  const int64_t tiles = (last - first + TILE_ROWS - 1) / TILE_ROWS;
   const int8_t *weight = (const int8_t *)layer->weight + (panel * stride + feature) * PANEL;
   const float *scale = layer->scale + panel * PANEL, *bias = layer->bias + panel * PANEL;
   const int64_t left = layer->out_features - panel * PANEL;
   const int width = left < PANEL ? (int)left : PANEL;
   for (int64_t i = 0; i < tiles; i++) {
-    const int64_t row = rows * i / tiles, end = rows * (i + 1) / tiles;
+    const int64_t row = first + (last - first) * i / tiles;
+    const int64_t end = first + (last - first) * (i + 1) / tiles;
     ivec sums[TILE_ROWS][2];
     const char *ahead = tiles > 1 && i == 0 ? (const char *)weight + features * PANEL : NULL;
     multiply_rows((int)(end - row), rows_in(layer, scratch, rows, row) + feature, stride, weight,
@@ -152,11 +155,13 @@ void int8_share(const struct linear *layer, int64_t rows, float *out, int64_t ou
                 int accumulate, const void *scratch, int thread, int num_threads) {
   const int64_t panels = (layer->out_features + PANEL - 1) / PANEL;
   const int64_t from = panels * thread / num_threads, to = panels * (thread + 1) / num_threads;
-  const int64_t features = padded(layer->in_features);
-  for (int64_t panel = from; panel < to; panel++)
-    for (int64_t feature = 0; feature < features; feature += SLICE) {
-      const int64_t left = features - feature;
-      slice_of_rows(layer, panel, feature, left < SLICE ? (int)left : SLICE, rows, out, out_stride,
-                    accumulate, scratch);
-    }
+  const int64_t features = padded(layer->in_features), fitting = ROW_BYTES / 2 / features + 1;
+  const int64_t blocks = (rows + fitting - 1) / fitting;
+  for (int64_t block = 0; block < blocks; block++)
+    for (int64_t panel = from; panel < to; panel++)
+      for (int64_t feature = 0; feature < features; feature += SLICE)
+        slice_of_rows(layer, panel, feature,
+                      (int)(features - feature < SLICE ? features - feature : SLICE),
+                      rows * block / blocks, rows * (block + 1) / blocks, rows, out, out_stride,
+                      accumulate, scratch);
 }
