@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from protos import link_pb2
 from worker.attention.interface import ATTENTION_NAME, register
+from worker.fusing import fuse_model
 from worker.geometry import Geometry, UnsupportedModel, geometry_of
 from worker.model_check import check_config, check_dense, probe
 from worker.packing import pack_model
@@ -87,6 +88,7 @@ def load_folder(path: str, configure: link_pb2.Configure, progress: Progress) ->
     progress("checking the model", 0.9)
     pin_longrope(model, max_model_len)
     vocab_size = probe(model, geometry, device)
+    fuse_model(model, geometry)
     progress("loaded", 1.0)
     return LoadedModel(
         model=model,

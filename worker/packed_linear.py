@@ -128,7 +128,7 @@ class PackedLinear(nn.Module):
         what `out` holds if `accumulate`."""
         scratch = None
         if self.weight_format == "int8":
-            scratch = torch.empty(self._scratch_bytes(self.c_pointer, rows), dtype=torch.uint8)
+            scratch = torch.empty(self.scratch_bytes(rows), dtype=torch.uint8)
         self._linear(
             self.c_pointer,
             x,
@@ -140,6 +140,10 @@ class PackedLinear(nn.Module):
             None if scratch is None else scratch.data_ptr(),
             torch.get_num_threads(),
         )
+
+    def scratch_bytes(self, rows: int) -> int:
+        """What C callers of this layer must bring along for so many rows."""
+        return int(self._scratch_bytes(self.c_pointer, rows))
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.weight_format}"

@@ -153,20 +153,36 @@ def chairlift_paged(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: [1, H, T, D] and [1, Hkv, T, D] in, [1, T, H, D] out."""
-    if _handler is None:
-        raise RuntimeError(f"{ATTENTION_NAME} was called outside of a step: there is no context")
-    if attention_mask is not None:
-        raise RuntimeError(
-            f"{type(module).__name__} passes an attention mask; {ATTENTION_NAME} serves causal "
-            f"attention only"
-        )
+    refuse_mask(module, attention_mask)
     call = AttentionCall(
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sliding_window=sliding_window or 0,
         softcap=softcap or 0.0,
         sinks=s_aux,
     )
-    return _handler.attend_layer(module, query, key, value, call), None
+    return attend_layer(module, query, key, value, call), None
+
+
+def attend_layer(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: AttentionCall,
+) -> torch.Tensor:
+    """The running step's answer to a layer's call; see StepContext.attend_layer."""
+    if _handler is None:
+        raise RuntimeError(f"{ATTENTION_NAME} was called outside of a step: there is no context")
+    return _handler.attend_layer(module, query, key, value, call)
+
+
+def refuse_mask(module: nn.Module, attention_mask: torch.Tensor | None) -> None:
+    """Raises RuntimeError where a model makes a mask after all."""
+    if attention_mask is not None:
+        raise RuntimeError(
+            f"{type(module).__name__} passes an attention mask; {ATTENTION_NAME} serves causal "
+            f"attention only"
+        )
 
 
 def register() -> None:

@@ -17,47 +17,68 @@
 #include <stdlib.h>
 
 #define KEYS 64      /* keys per block of the online softmax */
+#define STREAMS 4    /* a block is read as this many runs of keys side by side */
+#define RUN (KEYS / STREAMS)
 #define TILE_ROWS 24 /* (query token, grouped head) pairs that share one pass over the keys */
 #define NEVER_SEEN -1e30f /* a row maximum before the first visible key: finite, so no inf - inf */
 
+/* Within a block the keys are ordered 0, 16, 32, 48, 1, 17, ...: place 4 i + c is key 16 c + i.
+ * With pages of 16 tokens these are four pages read side by side, each from its begin to its end,
+ * which the CPU's prefetching follows at twice the speed of one page read by four rows at a time. */
+
 /* ---- tiles ------------------------------------------------------------------------------ */
 
-/* scores[r][0..3] = q[r] . k[0..3] for `rows` rows; `rows` is a constant where it is called */
-INLINE void dot_tile(int rows, const float *q, int dim, const float *const *k, float *scores) {
-  vec sums[3][4] = {{{0}}};
+/* scores[r][0..3] = q[r] . k[0..3] for `rows` rows, the last 4 - `keys` of them 0; both counts are
+ * constants where it is called */
+INLINE void dot_tile(int rows, int keys, const float *q, int dim, const float *const *k,
+                     float *scores) {
+  vec sums[3][STREAMS] = {{{0}}};
   for (int d = 0; d < dim; d += LANES)
-    for (int c = 0; c < 4; c++) {
+    for (int c = 0; c < keys; c++) {
       vec key = load(k[c] + d);
       for (int r = 0; r < rows; r++) sums[r][c] = fma8(load(q + r * dim + d), key, sums[r][c]);
     }
   for (int r = 0; r < rows; r++) sum_lanes4(sums[r], scores + r * KEYS);
 }
 
-/* out[r] = out[r] * decay[r] + sum over keys of weight[r][key] * v[key], `vecs` vectors wide */
-INLINE void mix_tile(int rows, int vecs, const float *weights, const float *decay,
-                     const float *const *v, int keys, int d, float *out, int dim) {
+INLINE void dot_rows(int rows, int streams, int length, const float *q, int dim,
+                     const float *const *k, float *scores) {
+  for (int i = 0; i < length; i++, k += STREAMS, scores += STREAMS) {
+    if (streams == 1) dot_tile(rows, 1, q, dim, k, scores);
+    else if (streams == 2) dot_tile(rows, 2, q, dim, k, scores);
+    else dot_tile(rows, 4, q, dim, k, scores);
+  }
+}
+
+/* out[r] += sum over keys of weight[r][key] * v[key], `vecs` vectors wide */
+INLINE void mix_tile(int rows, int vecs, int streams, int length, const float *weights,
+                     const float *const *v, int d, float *out, int dim) {
   vec sums[3][4];
   for (int r = 0; r < rows; r++)
-    for (int c = 0; c < vecs; c++)
-      sums[r][c] = load(out + r * dim + d + c * LANES) * splat(decay[r]);
-  for (int j = 0; j < keys; j++) {
-    const float *value = v[j] + d;
-    for (int c = 0; c < vecs; c++) {
-      vec part = load(value + c * LANES);
-      for (int r = 0; r < rows; r++)
-        sums[r][c] = fma8(splat(weights[r * KEYS + j]), part, sums[r][c]);
+    for (int c = 0; c < vecs; c++) sums[r][c] = load(out + r * dim + d + c * LANES);
+  for (int i = 0; i < length; i++)
+    for (int j = i * STREAMS; j < i * STREAMS + streams; j++) {
+      const float *value = v[j] + d;
+      for (int c = 0; c < vecs; c++) {
+        vec part = load(value + c * LANES);
+        for (int r = 0; r < rows; r++)
+          sums[r][c] = fma8(splat(weights[r * KEYS + j]), part, sums[r][c]);
+      }
     }
-  }
   for (int r = 0; r < rows; r++)
     for (int c = 0; c < vecs; c++) store(out + r * dim + d + c * LANES, sums[r][c]);
 }
 
-INLINE void mix_rows(int rows, const float *weights, const float *decay, const float *const *v,
-                     int keys, float *out, int dim) {
-  int d = 0;
-  for (; d + 4 * LANES <= dim; d += 4 * LANES)
-    mix_tile(rows, 4, weights, decay, v, keys, d, out, dim);
-  for (; d < dim; d += LANES) mix_tile(rows, 1, weights, decay, v, keys, d, out, dim);
+INLINE void mix_rows(int rows, int streams, int length, const float *weights,
+                     const float *const *v, float *out, int dim) {
+  for (int i = 0; i < length; i += 4) { /* few rows at a time: they are read in several passes */
+    const int some = length - i < 4 ? length - i : 4;
+    int d = 0;
+    for (; d + 4 * LANES <= dim; d += 4 * LANES)
+      mix_tile(rows, 4, streams, some, weights + i * STREAMS, v + i * STREAMS, d, out, dim);
+    for (; d < dim; d += LANES)
+      mix_tile(rows, 1, streams, some, weights + i * STREAMS, v + i * STREAMS, d, out, dim);
+  }
 }
 
 /* ---- the interface: mirrored by ctypes structures in cpu.py ------------------------------ */
@@ -103,13 +124,14 @@ void write_kv(const struct kv_layer *kv, const void *k, const void *v, const int
 
 /* what one thread works with; `dim` is head_dim rounded up to whole vectors */
 struct scratch {
-  float *q, *out, *keys, *values; /* [rows][dim] twice, [KEYS][dim] twice */
-  float *scores;                  /* [rows][KEYS] */
-  float *max, *sum, *decay;       /* [rows] */
+  float *q, *out;       /* [rows][dim] each */
+  float *keys, *values; /* [KEYS][dim] each */
+  float *scores;        /* [rows][KEYS] */
+  float *max, *sum;     /* [rows] each */
 };
 
 static size_t scratch_floats(int rows, int dim) {
-  return (size_t)rows * (2 * (size_t)dim + KEYS + 3) + 2 * KEYS * (size_t)dim;
+  return (size_t)rows * (2 * (size_t)dim + KEYS + 2) + 2 * KEYS * (size_t)dim;
 }
 
 static struct scratch scratch_in(float *memory, int rows, int dim) {
@@ -121,121 +143,152 @@ static struct scratch scratch_in(float *memory, int rows, int dim) {
   s.scores = s.values + KEYS * dim;
   s.max = s.scores + rows * KEYS;
   s.sum = s.max + rows;
-  s.decay = s.sum + rows;
   return s;
 }
 
-/* softmax weights of one row from its scores, in place; only keys in [from, to) are visible */
-INLINE void weigh(float *scores, int keys, int from, int to, const struct queries *in,
-                  float *max, float *sum, float *decay) {
-  const ivec lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+/* Softmax weights of one row from its scores, in place; only keys in [from, to) are visible.
+ * Returns what earlier sums are to be multiplied with. */
+INLINE float weigh(float *scores, int places, int from, int to, const struct queries *in,
+                   float *max, float *sum) {
   vec top = splat(*max), total = splat(0.0f);
-  for (int j = 0; j < keys; j += LANES) {
+  ivec key = {0, RUN, 2 * RUN, 3 * RUN, 1, RUN + 1, 2 * RUN + 1, 3 * RUN + 1};
+  const int all = from <= 0 && to >= KEYS;
+  for (int j = 0; j < places; j += LANES, key += LANES / STREAMS) {
     vec s = load(scores + j) * splat(in->scaling);
     if (in->softcap != 0.0f) s = soft_cap(s, in->softcap);
-    if (j < from || j + LANES > to) {
-      ivec place = lanes + j;
-      s = pick((place >= from) & (place < to), s, splat(-INFINITY));
-    }
+    if (!all) s = pick((key >= from) & (key < to), s, splat(-INFINITY));
     store(scores + j, s);
     top = pick(s > top, s, top);
   }
   const float highest = max_lanes(top);
-  for (int j = 0; j < keys; j += LANES) {
+  for (int j = 0; j < places; j += LANES) {
     vec weight = exp8(load(scores + j) - splat(highest));
     store(scores + j, weight);
     total = total + weight;
   }
-  *decay = exp8(splat(*max - highest))[0];
-  *sum = *sum * *decay + sum_lanes(total);
+  const float decay = exp8(splat(*max - highest))[0];
+  *sum = *sum * decay + sum_lanes(total);
   *max = highest;
+  return decay;
 }
 
-/* Point rows[j] at the keys (which = 0) or values (1) of position base + j, one head, for j from
- * `skip` to `span`. The rest, up to a multiple of four, repeats the first: weigh() hides it. */
+/* Where the keys of positions base + `skip` .. base + `span` lie, one head, in the order of places.
+ * What is missing of `streams` runs repeats the first: weigh() hides it. */
 INLINE void find_rows(const struct kv_layer *kv, const int32_t *table, int64_t table_position,
-                      int64_t head, int64_t which, int64_t base, int skip, int span, int dim,
-                      float *converted, const float **rows) {
-  const int direct = kv->dtype == FLOAT32 && dim == kv->head_dim;
-  const int64_t size = itemsize(kv->dtype);
-  const int64_t offset = (which * kv->num_kv_heads + head) * kv->page_size * kv->head_dim;
+                      int64_t head, int64_t base, int skip, int span, int streams,
+                      const char **rows) {
+  const int64_t size = itemsize(kv->dtype), run = kv->head_dim * size;
+  const char *pages = (const char *)kv->pages + head * kv->page_size * run;
+  const char *first = NULL;
   for (int j = skip; j < span;) {
     const int64_t place = base + j - table_position;
     const int64_t within = place % kv->page_size, block = table[place / kv->page_size];
     const int64_t left = kv->page_size - within;
     const int stop = left < span - j ? j + (int)left : span;
-    const char *page = (const char *)kv->pages +
-                       (block * kv->block_stride + offset + within * kv->head_dim) * size;
-    for (; j < stop; j++, page += kv->head_dim * size) {
-      if (direct) {
-        rows[j] = (const float *)page;
-      } else { /* the scratch starts zeroed, so what pads head_dim to whole vectors stays 0 */
-        widen(page, converted + j * dim, (int)kv->head_dim, (int)kv->dtype);
-        rows[j] = converted + j * dim;
-      }
-    }
+    const char *row = pages + block * kv->block_stride * size + within * run;
+    if (!first) first = row;
+    for (; j < stop; j++, row += run) rows[j % RUN * STREAMS + j / RUN] = row;
   }
-  for (int j = 0; j < skip; j++) rows[j] = rows[skip];
-  for (int j = span; j % 4; j++) rows[j] = rows[skip];
+  for (int j = 0; j < skip; j++) rows[j % RUN * STREAMS + j / RUN] = first;
+  for (int j = span; j < streams * RUN; j++) rows[j % RUN * STREAMS + j / RUN] = first;
 }
 
-/* one tile: `tokens` queries of request r from its query `first` on, and one kv head */
+/* The rows as float32, `apart` bytes behind the given ones: in place where that is what they are,
+ * else converted. The scratch starts zeroed, so what pads head_dim to whole vectors stays 0. */
+INLINE void take_rows(const struct kv_layer *kv, const char *const *rows, int64_t apart,
+                      int streams, int length, int dim, float *converted, const float **taken) {
+  const int direct = kv->dtype == FLOAT32 && dim == kv->head_dim;
+  for (int i = 0; i < length; i++)
+    for (int j = i * STREAMS; j < i * STREAMS + streams; j++) {
+      taken[j] = (const float *)(rows[j] + apart);
+      if (direct) continue;
+      widen(rows[j] + apart, converted + j * dim, (int)kv->head_dim, (int)kv->dtype);
+      taken[j] = converted + j * dim;
+    }
+}
+
+/* calls f(3, row), then f(2, row) or f(1, row), so that row counts are constants inside */
+#define BY_THREES(rows, f)                                                                        \
+  do {                                                                                            \
+    int row = 0;                                                                                  \
+    for (; row + 3 <= (rows); row += 3) f(3, row);                                                \
+    if ((rows) - row == 2) f(2, row);                                                             \
+    if ((rows) - row == 1) f(1, row);                                                             \
+  } while (0)
+
+/* `tokens` queries of request r from its query `first` on, and one kv head */
+struct tile {
+  int64_t request, first, head;
+  int tokens;
+};
+
+/* Add the keys in [from, to) to the rows' sums: s->out and s->sum, with weights relative to s->max */
+static void attend_keys(const struct kv_layer *kv, const struct queries *in,
+                        const struct tables *tables, struct tile tile, int64_t position,
+                        int64_t from, int64_t to, int dim, const struct scratch *s) {
+  const int group = (int)(in->num_heads / kv->num_kv_heads), rows = tile.tokens * group;
+  const int64_t window = in->sliding_window;
+  const int32_t *table = tables->blocks + tables->table_start[tile.request];
+  const int64_t table_position = tables->first_positions[tile.request];
+  const int64_t apart = kv->num_kv_heads * kv->page_size * kv->head_dim * itemsize(kv->dtype);
+
+  for (int64_t base = from / KEYS * KEYS; base < to; base += KEYS) {
+    /* a sliding table may start inside the block: what lies before is outside of the window */
+    const int skip = base < table_position ? (int)(table_position - base) : 0;
+    const int span = base + KEYS < to ? KEYS : (int)(to - base);
+    const int streams = span <= RUN ? 1 : span <= 2 * RUN ? 2 : STREAMS;
+    const int length = span < RUN ? span : RUN;
+    const char *rows_at[KEYS];
+    const float *taken[KEYS];
+    find_rows(kv, table, table_position, tile.head, base, skip, span, streams, rows_at);
+    take_rows(kv, rows_at, 0, streams, length, dim, s->keys, taken);
+#define DOT(n, row)                                                                               \
+  dot_rows(n, streams, length, s->q + row * dim, dim, taken, s->scores + row * KEYS)
+    BY_THREES(rows, DOT);
+
+    for (int row = 0; row < rows; row++) {
+      const int64_t own = position + row / group;
+      const int64_t low = window && own - window + 1 > base ? own - window + 1 - base : 0;
+      const int64_t high = own + 1 - base < span ? own + 1 - base : span;
+      const float decay = weigh(s->scores + row * KEYS, length * STREAMS, (int)low, (int)high, in,
+                                s->max + row, s->sum + row);
+      for (int d = 0; d < dim; d += LANES)
+        store(s->out + row * dim + d, load(s->out + row * dim + d) * splat(decay));
+    }
+
+    take_rows(kv, rows_at, apart, streams, length, dim, s->values, taken);
+#define MIX(n, row)                                                                               \
+  mix_rows(n, streams, length, s->scores + row * KEYS, taken, s->out + row * dim, dim)
+    BY_THREES(rows, MIX);
+  }
+}
+
+/* one tile: all of its keys */
 static void attend_tile(const struct kv_layer *kv, const struct queries *in,
-                        const struct tables *tables, int64_t r, int64_t first, int tokens,
-                        int64_t head, int dim, const struct scratch *s) {
-  const int group = (int)(in->num_heads / kv->num_kv_heads), rows = tokens * group;
-  const int64_t begin = tables->query_start_loc[r];
-  const int64_t position = tables->seq_lens[r] - (tables->query_start_loc[r + 1] - begin) + first;
+                        const struct tables *tables, struct tile tile, int dim,
+                        const struct scratch *s) {
+  const int group = (int)(in->num_heads / kv->num_kv_heads), rows = tile.tokens * group;
+  const int64_t begin = tables->query_start_loc[tile.request];
+  const int64_t length = tables->query_start_loc[tile.request + 1] - begin;
+  const int64_t position = tables->seq_lens[tile.request] - length + tile.first;
   const int64_t size = itemsize(kv->dtype), window = in->sliding_window;
-  const int32_t *table = tables->blocks + tables->table_start[r];
-  const int64_t table_position = tables->first_positions[r];
 
   for (int row = 0; row < rows; row++) {
-    const int64_t token = begin + first + row / group, query_head = head * group + row % group;
+    const int64_t token = begin + tile.first + row / group;
+    const int64_t query_head = tile.head * group + row % group;
     const int64_t at = token * in->token_stride + query_head * in->head_stride;
     widen((const char *)in->q + at * size, s->q + row * dim, (int)kv->head_dim, (int)kv->dtype);
     s->max[row] = in->sinks ? in->sinks[query_head] : NEVER_SEEN;
     s->sum[row] = in->sinks ? 1.0f : 0.0f;
   }
   memset(s->out, 0, sizeof(float) * (size_t)(rows * dim));
-
-  const int64_t end = position + tokens; /* one past the last key that any row sees */
+  const int64_t end = position + tile.tokens; /* one past the last key that any row sees */
   const int64_t oldest = window && position - window + 1 > 0 ? position - window + 1 : 0;
-  for (int64_t base = oldest / KEYS * KEYS; base < end; base += KEYS) {
-    /* a sliding table may start inside the block: what lies before is outside of the window */
-    const int skip = base < table_position ? (int)(table_position - base) : 0;
-    const int span = base + KEYS < end ? KEYS : (int)(end - base);
-    const float *pointers[KEYS];
-    find_rows(kv, table, table_position, head, 0, base, skip, span, dim, s->keys, pointers);
-    for (int j = 0; j < span; j += 4) {
-      int row = 0;
-      for (; row + 3 <= rows; row += 3)
-        dot_tile(3, s->q + row * dim, dim, pointers + j, s->scores + row * KEYS + j);
-      if (rows - row == 2)
-        dot_tile(2, s->q + row * dim, dim, pointers + j, s->scores + row * KEYS + j);
-      if (rows - row == 1)
-        dot_tile(1, s->q + row * dim, dim, pointers + j, s->scores + row * KEYS + j);
-    }
-    for (int row = 0; row < rows; row++) {
-      const int64_t own = position + row / group;
-      const int64_t low = window && own - window + 1 > base ? own - window + 1 - base : 0;
-      const int64_t high = own + 1 - base < span ? own + 1 - base : span;
-      weigh(s->scores + row * KEYS, span, (int)low, (int)high, in, s->max + row, s->sum + row,
-            s->decay + row);
-    }
-
-    find_rows(kv, table, table_position, head, 1, base, skip, span, dim, s->values, pointers);
-    int row = 0;
-    for (; row + 3 <= rows; row += 3)
-      mix_rows(3, s->scores + row * KEYS, s->decay + row, pointers, span, s->out + row * dim, dim);
-    if (rows - row == 2)
-      mix_rows(2, s->scores + row * KEYS, s->decay + row, pointers, span, s->out + row * dim, dim);
-    if (rows - row == 1)
-      mix_rows(1, s->scores + row * KEYS, s->decay + row, pointers, span, s->out + row * dim, dim);
-  }
+  attend_keys(kv, in, tables, tile, position, oldest, end, dim, s);
 
   for (int row = 0; row < rows; row++) {
-    const int64_t token = begin + first + row / group, query_head = head * group + row % group;
+    const int64_t token = begin + tile.first + row / group;
+    const int64_t query_head = tile.head * group + row % group;
     const float scale = 1.0f / s->sum[row];
     for (int d = 0; d < kv->head_dim; d++) s->out[row * dim + d] *= scale;
     narrow(s->out + row * dim,
@@ -243,7 +296,6 @@ static void attend_tile(const struct kv_layer *kv, const struct queries *in,
            (int)kv->head_dim, (int)kv->dtype);
   }
 }
-
 /* Returns 0, or -1 when memory for the tiles is not to be had. */
 int attend(const struct kv_layer *kv, const struct queries *in, const struct tables *tables,
            int num_threads) {
@@ -282,8 +334,8 @@ int attend(const struct kv_layer *kv, const struct queries *in, const struct tab
       const int64_t first = (index - tile_start[low]) * tile;
       const int64_t length = tables->query_start_loc[low + 1] - tables->query_start_loc[low];
       const int tokens = length - first < tile ? (int)(length - first) : tile;
-      attend_tile(kv, in, tables, low, first, tokens, (items - 1 - item) % kv->num_kv_heads, dim,
-                  &s);
+      const struct tile tile = {low, first, (items - 1 - item) % kv->num_kv_heads, tokens};
+      attend_tile(kv, in, tables, tile, dim, &s);
     }
     free(memory);
   }

@@ -1,0 +1,250 @@
+"""Replaces the forward of decoder layers by a fused one, where that is the same.
+
+Recognised are layers in float32 on the CPU whose parts are those of the llama line: packed linear
+layers, RMS norms before or behind attention and MLP (or both), norms of queries and keys, rotary
+embedding in halves, a gated MLP. Names and shapes only propose what a layer computes: each is then
+run on a few tokens beside the layer it stands for, and taken only where queries, keys, values and
+output agree. So a scale, a clamp or an order of operations that nobody thought of costs speed, not
+answers. All other layers stay as they are.
+
+The plain twin is the model's own forward: unfuse_model() brings it back.
+
+Owns: recognition, proof, what is said about it. Does not own: the fused layer (decoder_layer.py),
+packing (packing.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from worker.attention.interface import AttentionCall, answering, layer_index
+from worker.decoder_layer import GELU_TANH, SILU, FusedLayer, LayerParts, Norm, Workspace
+from worker.geometry import Geometry
+from worker.packed_linear import PackedLinear
+
+_TRIED_TOKENS: Final = 5
+_TOLERANCE: Final = 2e-4  # of the largest value: sums in another order differ by less than this
+_ACTIVATIONS: Final = {
+    "SiLUActivation": SILU,
+    "SiLU": SILU,
+    "GELUTanh": GELU_TANH,
+    "PytorchGELUTanh": GELU_TANH,
+    "NewGELUActivation": GELU_TANH,
+}
+# (children of a layer beside attention and MLP) -> which norm is which
+_NORMS: Final = {
+    frozenset({"input_layernorm", "post_attention_layernorm"}): {
+        "input": "input_layernorm",
+        "before_mlp": "post_attention_layernorm",
+    },
+    frozenset({"post_attention_layernorm", "post_feedforward_layernorm"}): {
+        "after_attention": "post_attention_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+    },
+    frozenset(
+        {
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        }
+    ): {
+        "input": "input_layernorm",
+        "after_attention": "post_attention_layernorm",
+        "before_mlp": "pre_feedforward_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+    },
+}
+
+_logger = logging.getLogger(__name__)
+
+
+class _Unlike(ValueError):
+    """Why a layer cannot be fused."""
+
+
+def fuse_model(model: PreTrainedModel, geometry: Geometry) -> int:
+    """Fuse in place, and log what was done. Returns the number of fused layers."""
+    layers = getattr(model.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        return 0
+    if not any(isinstance(module, PackedLinear) for module in layers.modules()):
+        return 0  # what is not packed is meant to stay as it is
+    recorded = _record(model, layers)
+    workspace, fused = Workspace(), 0
+    reasons: Counter[str] = Counter()
+    for layer in layers:
+        try:
+            one = FusedLayer(_parts(layer, geometry), workspace)
+            _prove(one, layer, recorded)
+        except _Unlike as reason:
+            reasons[str(reason)] += 1
+        else:
+            layer.forward = one
+            fused += 1
+    name = type(layers[0]).__name__
+    _logger.info("fused %d of %d layers (%s)", fused, len(layers), name)
+    for why, count in reasons.items():
+        _logger.info("%d layers (%s) stay as they are: %s", count, name, why)
+    return fused
+
+
+def unfuse_model(model: nn.Module) -> None:
+    """Bring every layer's own forward back."""
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), FusedLayer):
+            del module.forward
+
+
+# ---- recognition ----
+
+
+def _parts(layer: nn.Module, geometry: Geometry) -> LayerParts:
+    children = {
+        name: child for name, child in layer.named_children() if not isinstance(child, nn.Dropout)
+    }
+    attention, mlp = children.pop("self_attn", None), children.pop("mlp", None)
+    if attention is None or mlp is None or frozenset(children) not in _NORMS:
+        raise _Unlike(f"its parts are {', '.join(dict(layer.named_children()))}")
+    norms = {place: _norm(children[name]) for place, name in _NORMS[frozenset(children)].items()}
+    inside = dict(attention.named_children())
+    qkv = _linears(inside, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+    (o,) = _linears(inside, ("o_proj",))
+    q_norm, k_norm = (inside.pop(name, None) for name in ("q_norm", "k_norm"))
+    in_mlp = dict(mlp.named_children())
+    gate_up = _linears(in_mlp, ("gate_proj", "up_proj"), "gate_up_proj")
+    (down,) = _linears(in_mlp, ("down_proj",))
+    activation = type(in_mlp.pop("act_fn", in_mlp.pop("activation_fn", None))).__name__
+    if inside or in_mlp:
+        raise _Unlike(f"it has parts of its own: {', '.join((*inside, *in_mlp))}")
+    if activation not in _ACTIVATIONS:
+        raise _Unlike(f"its activation is {activation}")
+    heads = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
+    width = sum(linear.out_features for linear in qkv)
+    if width != (heads[0] + 2 * heads[1]) * heads[2] or o.in_features != heads[0] * heads[2]:
+        raise _Unlike("its projections are wider or narrower than its heads")
+    if sum(linear.out_features for linear in gate_up) != 2 * down.in_features:
+        raise _Unlike("its gate is not as wide as its MLP")
+    parts = LayerParts(
+        attention=attention,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=heads[2],
+        qkv=qkv,
+        o=o,
+        gate_up=gate_up,
+        down=down,
+        activation=_ACTIVATIONS[activation],
+        rotates=bool(getattr(attention, "use_rope", True)),
+        q=None if q_norm is None else _norm(q_norm),
+        k=None if k_norm is None else _norm(k_norm),
+        input=norms.get("input"),
+        after_attention=norms.get("after_attention"),
+        before_mlp=norms.get("before_mlp"),
+        after_mlp=norms.get("after_mlp"),
+    )
+    for norm, count in ((parts.q, heads[0]), (parts.k, heads[1])):
+        if norm is not None and len(norm.weight) not in (heads[2], count * heads[2]):
+            raise _Unlike("its norm of queries or keys fits neither one head nor all")
+    return parts
+
+
+def _linears(
+    children: dict[str, nn.Module], names: tuple[str, ...], in_one: str = ""
+) -> tuple[PackedLinear, ...]:
+    """Taken out of `children`: those of `names`, or the one that holds all of them."""
+    found = [children.pop(name, None) for name in ((in_one,) if in_one in children else names)]
+    linears = tuple(linear for linear in found if isinstance(linear, PackedLinear))
+    if len(linears) < len(found):
+        raise _Unlike(f"{' or '.join(names)} is missing or not packed")
+    return linears
+
+
+def _norm(module: nn.Module) -> Norm:
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if "RMSNorm" not in type(module).__name__ or weight is None or not isinstance(eps, float):
+        raise _Unlike(f"a norm is a {type(module).__name__}")
+    # gemma's weights say by how much they differ from 1
+    offset = 1.0 if type(module).__name__.startswith("Gemma") else 0.0
+    return Norm((weight.detach().float() + offset).contiguous(), eps)
+
+
+# ---- proof ----
+
+
+class _Recorder:
+    """Answers attention calls with a mix of their arguments, and keeps all of it."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, AttentionCall] = {}
+        self.asked: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.inputs: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.outputs: dict[int, Any] = {}  # of layers
+
+    def attend_layer(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+    ) -> torch.Tensor:
+        index = layer_index(module)
+        self.calls[index] = call
+        self.asked[index] = tuple(tensor.clone() for tensor in (query, key, value))
+        grouped = query.shape[1] // value.shape[1]
+        mixed = 0.1 * query + value.repeat_interleave(grouped, dim=1)
+        return mixed.transpose(1, 2).contiguous()
+
+
+def _record(model: PreTrainedModel, layers: nn.ModuleList) -> _Recorder:
+    """A forward of a few tokens: what every layer gets, asks of its attention, and gives."""
+    seen = _Recorder()
+    hooks = [hook for layer in layers for hook in _hooks(layer, seen)]
+    tokens = torch.arange(_TRIED_TOKENS)[None]
+    try:
+        with torch.inference_mode(), answering(seen):
+            model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def _hooks(layer: nn.Module, seen: _Recorder) -> Iterator[Any]:
+    key = id(layer)
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.inputs[key] = (args, kwargs)
+
+    def after(_: nn.Module, _args: Any, output: Any) -> None:
+        seen.outputs[key] = output
+
+    yield layer.register_forward_pre_hook(before, with_kwargs=True)
+    yield layer.register_forward_hook(after)
+
+
+def _prove(fused: FusedLayer, layer: nn.Module, recorded: _Recorder) -> None:
+    """Run it on what the layer got, and compare. Raises _Unlike."""
+    index = layer_index(fused.parts.attention)
+    expected = recorded.outputs.get(id(layer))
+    if index not in recorded.calls or not isinstance(expected, torch.Tensor):
+        raise _Unlike("it gives more than hidden states")
+    fused.call = recorded.calls[index]
+    args, kwargs = recorded.inputs[id(layer)]
+    again = _Recorder()
+    with torch.inference_mode(), answering(again):
+        found = fused(*args, **kwargs)
+    pairs = zip((*recorded.asked[index], expected), (*again.asked[index], found), strict=True)
+    for name, (wanted, got) in zip(("query", "key", "value", "output"), pairs, strict=True):
+        limit = _TOLERANCE * wanted.abs().max()
+        if wanted.shape != got.shape or not (wanted - got).abs().max() <= limit:
+            raise _Unlike(f"its {name} would be another one")

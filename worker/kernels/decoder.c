@@ -1,0 +1,217 @@
+/* A decoder layer around its attention: norms, projections, rotary embedding, MLP, residuals.
+ *
+ * layer_begin makes queries, keys and values of the layer's input; layer_end makes its output of
+ * the input and of what attention gave. float32 throughout, on the CPU; linear layers are packed
+ * ones (linear.h). Each is one parallel region: linear layers are shared out by output features,
+ * everything else by rows. A row's bits depend on that row alone: every sum has one fixed order.
+ */
+#include "linear.h"
+#include "threads.h"
+#include "vectors.h"
+
+#include <math.h>
+
+enum { SILU = 0, GELU_TANH = 1 };
+
+struct norm { /* x / sqrt(mean(x^2) + eps) * weight; weight NULL = no norm here */
+  const float *weight;
+  int64_t width;
+  float eps;
+};
+
+struct layer { /* mirrored by a ctypes structure in fused_layers.py */
+  struct norm input, after_attention, before_mlp, after_mlp; /* the two `after`: before the sum */
+  struct norm q, k; /* as wide as a head, or as all heads of a token */
+  /* k and v are NULL where q gives all three, one after the other; up likewise, behind gate */
+  const struct linear *q_proj, *k_proj, *v_proj, *o_proj, *gate, *up, *down;
+  int64_t hidden, num_heads, num_kv_heads, head_dim, intermediate, activation;
+};
+
+struct workspace { /* all of it holds one call's values only */
+  float *normed, *summand; /* [rows][hidden] */
+  float *qkv;              /* [rows][(num_heads + 2 num_kv_heads) head_dim] */
+  float *gate_up;          /* [rows][2 intermediate] */
+  void *scratch;           /* what linear_scratch asks for at most */
+};
+
+struct rotary { /* [rows][dim], rotates the first `dim` of each head, halves against each other */
+  const float *cos, *sin;
+  int64_t dim; /* 0 = no rotation */
+};
+
+struct team { /* one thread's place in a parallel region */
+  struct meeting *meeting;
+  int thread, threads;
+};
+
+/* ---- a row ------------------------------------------------------------------------------ */
+
+static void normalise(const struct norm *norm, const float *x, float *out, int64_t width) {
+  vec sums = splat(0.0f);
+  float sum = 0.0f;
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) {
+    const vec part = load(x + i);
+    sums = fma8(part, part, sums);
+  }
+  for (; i < width; i++) sum += x[i] * x[i];
+  sum += sum_lanes(sums);
+  const float scale = 1.0f / sqrtf(sum / (float)width + norm->eps);
+  for (i = 0; i < width; i++) out[i] = norm->weight[i] * (x[i] * scale);
+}
+
+/* all of a token's heads, [heads][head_dim] */
+static void normalise_heads(const struct norm *norm, float *heads, int64_t width) {
+  if (!norm->weight) return;
+  for (int64_t i = 0; i < width; i += norm->width)
+    normalise(norm, heads + i, heads + i, norm->width);
+}
+
+static void rotate_heads(const float *restrict cos, const float *restrict sin, int64_t dim,
+                         float *restrict heads, int64_t num_heads, int64_t head_dim) {
+  const int64_t half = dim / 2;
+  for (int64_t h = 0; h < num_heads; h++, heads += head_dim)
+    for (int64_t i = 0; i < half; i++) {
+      const float a = heads[i], b = heads[i + half];
+      heads[i] = a * cos[i] - b * sin[i];
+      heads[i + half] = b * cos[i + half] + a * sin[i + half];
+    }
+}
+
+/* gate[i] = act(gate[i]) * up[i] */
+static void activate(int64_t activation, float *gate, const float *up, int64_t width) {
+  for (int64_t i = 0; i < width; i += LANES) {
+    const int64_t left = width - i;
+    float part[2][LANES] = {{0}};
+    vec x, y;
+    if (left >= LANES) {
+      x = load(gate + i);
+      y = load(up + i);
+    } else {
+      memcpy(part[0], gate + i, sizeof(float) * (size_t)left);
+      memcpy(part[1], up + i, sizeof(float) * (size_t)left);
+      x = load(part[0]);
+      y = load(part[1]);
+    }
+    /* GELU's tanh form is x times the logistic function of 2 sqrt(2/pi) (x + 0.044715 x^3) */
+    vec slope = x;
+    if (activation == GELU_TANH)
+      slope = splat(1.5957691216057308f) * fma8(splat(0.044715f) * x * x, x, x);
+    const vec result = x / (splat(1.0f) + exp8(-slope)) * y;
+    if (left >= LANES) {
+      store(gate + i, result);
+    } else {
+      store(part[0], result);
+      memcpy(gate + i, part[0], sizeof(float) * (size_t)left);
+    }
+  }
+}
+
+/* ---- a layer ---------------------------------------------------------------------------- */
+
+static void together(struct team team) { meet(team.meeting, team.threads); }
+
+static int64_t first_row(struct team team, int64_t rows) {
+  return rows * team.thread / team.threads;
+}
+
+static int64_t end_row(struct team team, int64_t rows) {
+  return rows * (team.thread + 1) / team.threads;
+}
+
+/* linear layers over the same rows, whose results follow each other; NULL entries are left out */
+static void project(struct team team, const struct linear *const *layers, int count,
+                    const float *x, int64_t x_stride, int64_t rows, float *out, int64_t out_stride,
+                    int accumulate, void *scratch) {
+  if (layers[0]->format == WEIGHT_INT8) { /* depends on x alone, so it serves all of them */
+    linear_prepare(layers[0], x, x_stride, rows, scratch, team.thread, team.threads);
+    together(team);
+  }
+  for (int i = 0; i < count && layers[i]; i++) {
+    linear_share(layers[i], x, x_stride, rows, out, out_stride, accumulate, scratch, team.thread,
+                 team.threads);
+    out += layers[i]->out_features;
+  }
+}
+
+static void begin(struct team team, const struct layer *layer, const float *x, int64_t rows,
+                  const struct rotary *rotary, const struct workspace *work) {
+  const int64_t hidden = layer->hidden, head_dim = layer->head_dim;
+  const int64_t q_width = layer->num_heads * head_dim, kv_width = layer->num_kv_heads * head_dim;
+  const int64_t width = q_width + 2 * kv_width;
+  if (layer->input.weight) {
+    for (int64_t r = first_row(team, rows); r < end_row(team, rows); r++)
+      normalise(&layer->input, x + r * hidden, work->normed + r * hidden, hidden);
+    x = work->normed;
+    together(team);
+  }
+  const struct linear *const projections[] = {layer->q_proj, layer->k_proj, layer->v_proj};
+  project(team, projections, 3, x, hidden, rows, work->qkv, width, 0, work->scratch);
+  together(team);
+  for (int64_t r = first_row(team, rows); r < end_row(team, rows); r++) {
+    float *q = work->qkv + r * width, *k = q + q_width;
+    normalise_heads(&layer->q, q, q_width);
+    normalise_heads(&layer->k, k, kv_width);
+    /* queries and keys lie side by side */
+    rotate_heads(rotary->cos + r * rotary->dim, rotary->sin + r * rotary->dim, rotary->dim, q,
+                 layer->num_heads + layer->num_kv_heads, head_dim);
+  }
+}
+
+static void end(struct team team, const struct layer *layer, const float *x,
+                const float *attended, int64_t rows, float *out, const struct workspace *work) {
+  const int64_t hidden = layer->hidden, inner = layer->intermediate;
+  const int64_t q_width = layer->num_heads * layer->head_dim;
+  project(team, &layer->o_proj, 1, attended, q_width, rows, work->summand, hidden, 0,
+          work->scratch);
+  together(team);
+  for (int64_t r = first_row(team, rows) * hidden; r < end_row(team, rows) * hidden; r += hidden) {
+    float *summand = work->summand + r;
+    if (layer->after_attention.weight)
+      normalise(&layer->after_attention, summand, summand, hidden);
+    for (int64_t i = 0; i < hidden; i++) out[r + i] = x[r + i] + summand[i];
+    if (layer->before_mlp.weight)
+      normalise(&layer->before_mlp, out + r, work->normed + r, hidden);
+  }
+  together(team);
+  const float *mlp_input = layer->before_mlp.weight ? work->normed : out;
+  const struct linear *const projections[] = {layer->gate, layer->up};
+  project(team, projections, 2, mlp_input, hidden, rows, work->gate_up, 2 * inner, 0,
+          work->scratch);
+  together(team);
+  for (int64_t r = first_row(team, rows); r < end_row(team, rows); r++) {
+    float *gate = work->gate_up + r * 2 * inner;
+    activate(layer->activation, gate, gate + inner, inner);
+  }
+  together(team);
+  if (!layer->after_mlp.weight) {
+    project(team, &layer->down, 1, work->gate_up, 2 * inner, rows, out, hidden, 1, work->scratch);
+    return;
+  }
+  project(team, &layer->down, 1, work->gate_up, 2 * inner, rows, work->summand, hidden, 0,
+          work->scratch);
+  together(team);
+  for (int64_t r = first_row(team, rows) * hidden; r < end_row(team, rows) * hidden; r += hidden) {
+    float *summand = work->summand + r;
+    normalise(&layer->after_mlp, summand, summand, hidden);
+    for (int64_t i = 0; i < hidden; i++) out[r + i] += summand[i];
+  }
+}
+
+/* x[rows][hidden] -> work->qkv */
+void layer_begin(const struct layer *layer, const float *x, int64_t rows,
+                 const struct rotary *rotary, const struct workspace *work, int num_threads) {
+  struct meeting meeting = {0};
+#pragma omp parallel num_threads(num_threads)
+  begin((struct team){&meeting, omp_get_thread_num(), omp_get_num_threads()}, layer, x, rows,
+        rotary, work);
+}
+
+/* x and attended [rows][num_heads head_dim] -> out[rows][hidden] */
+void layer_end(const struct layer *layer, const float *x, const float *attended, int64_t rows,
+               float *out, const struct workspace *work, int num_threads) {
+  struct meeting meeting = {0};
+#pragma omp parallel num_threads(num_threads)
+  end((struct team){&meeting, omp_get_thread_num(), omp_get_num_threads()}, layer, x, attended,
+      rows, out, work);
+}

@@ -1,0 +1,39 @@
+/* Threads of one parallel region that wait for each other, for a few microseconds at a time.
+ *
+ * OpenMP's own barrier sends a thread to sleep at once where OMP_WAIT_POLICY is passive, and waking
+ * it costs more than most of the work between two barriers of a decode step. This one spins for a
+ * moment and then gives its core away to whoever wants it.
+ */
+#pragma once
+#include <sched.h>
+#include <stdatomic.h>
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+static inline int omp_get_thread_num(void) { return 0; }
+static inline int omp_get_num_threads(void) { return 1; }
+#endif
+
+#define SPINS 4000 /* some tens of microseconds */
+
+struct meeting {
+  atomic_int arrived, round;
+};
+
+/* Returns once all `threads` have called it; what they wrote before is seen by all behind it. */
+static inline void meet(struct meeting *m, int threads) {
+  if (threads == 1) return;
+  const int round = atomic_load_explicit(&m->round, memory_order_relaxed);
+  if (atomic_fetch_add_explicit(&m->arrived, 1, memory_order_acq_rel) == threads - 1) {
+    atomic_store_explicit(&m->arrived, 0, memory_order_relaxed);
+    atomic_store_explicit(&m->round, round + 1, memory_order_release);
+    return;
+  }
+  for (int spins = 0; atomic_load_explicit(&m->round, memory_order_acquire) == round; spins++) {
+    if (spins > SPINS) sched_yield();
+#if defined(__x86_64__) || defined(__i386__)
+    else __builtin_ia32_pause();
+#endif
+  }
+}
