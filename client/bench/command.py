@@ -82,9 +82,7 @@ def add_parser(commands: Any) -> None:
     cli_options.add_server(parser)
     group = parser.add_argument_group("a server of its own")
     group.add_argument("--serve", action="store_true", help="start one, and stop it at the end")
-    group.add_argument(
-        "--server-log", type=Path, metavar="FILE", help="where it logs to (default: discarded)"
-    )
+    group.add_argument("--server-log", type=Path, metavar="FILE", help="keep its log here")
     group.add_argument(
         "server_options", nargs="*", metavar="-- OPTION …", help="as `chairlift serve` takes them"
     )

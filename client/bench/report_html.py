@@ -186,7 +186,6 @@ def _run(run: Run, turns: int) -> str:
                     ],
                     "Share of the KV pool that is held",
                     unit=" %",
-                    holds=True,
                 ),
                 ("stored", "holds tokens"), ("empty", "held, but empty"),
             ),
