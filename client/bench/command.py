@@ -100,6 +100,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     results = [read_result(path) for path in options.report]
+    labels = [result.label for result in results]
+    for result, path in zip(results, options.report, strict=True):
+        if labels.count(result.label) > 1:
+            result.label = f"{result.label} ({path})"
     print(report(results[0]) if len(results) == 1 else comparison(results))
     if options.html is not None:
         page = result_page(results[0]) if len(results) == 1 else comparison_page(results)

@@ -95,6 +95,18 @@ def test_files_are_shown_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixt
     assert cli.main(["bench", "--report", files[0]]) == 0
 
 
+def test_files_with_the_same_label_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Yesterday's fifo and today's: one column would hide the other."""
+    files = [tmp_path / f"{day}.json" for day in ("monday", "tuesday")]
+    for path in files:
+        result(two_requests(), label="fifo").write(path)
+    assert cli.main(["bench", "--report", *map(str, files)]) == 0
+    out = capsys.readouterr().out
+    assert all(f"fifo ({path})" in out for path in files)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
