@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 
 from client.bench.records import RequestRecord, StepRecord
 from client.bench.svg import (
@@ -87,14 +88,12 @@ def over_time(
     *,
     unit: str = "",
     line: Layer | None = None,
-    holds: bool = False,
     least: float = 0.0,
 ) -> str:
-    """Layers on top of each other, and a line over them. Between two steps there is nothing, or
-    with `holds` what the last one left. The axis reaches up to `least` at least."""
-    heights = [resample(steps, seconds, layer.value, holds) for layer in layers]
-    tops = list(itertools.accumulate(heights, lambda a, b: [p + q for p, q in zip(a, b)]))  # noqa: B905
-    over = resample(steps, seconds, line.value, True) if line else []
+    """Layers on top of each other, and a line over them. The axis ends at `least` or higher."""
+    heights = [resample(steps, seconds, layer.value) for layer in layers]
+    tops = list(itertools.accumulate(heights, lambda low, high: list(map(add, low, high))))
+    over = resample(steps, seconds, line.value) if line else []
     top = round_up(max(least, *tops[-1], *over))
     x = Scale(max(seconds, 1e-9), LEFT, WIDTH - RIGHT)
     y = Scale(top, HEIGHT - BOTTOM, TOP)
@@ -114,11 +113,11 @@ def resample(
     steps: Sequence[StepRecord],
     seconds: float,
     value: Callable[[StepRecord], float],
-    holds: bool = False,
 ) -> list[float]:
     """The value's mean over time in each of COLUMNS equal parts of the run. [COLUMNS]
 
-    The moments between two steps do not show in a part that is mostly covered by steps.
+    Where no step is, it is 0: nothing runs then. The moments between two steps do not show in a
+    part that is mostly covered by steps.
     """
     sums, covered = [0.0] * COLUMNS, [0.0] * COLUMNS
     width = max(seconds, 1e-9) / COLUMNS
@@ -129,14 +128,10 @@ def resample(
             if overlap > 0:
                 sums[column] += value(step) * overlap
                 covered[column] += overlap
-    means, last = [], 0.0
-    for total, time in zip(sums, covered, strict=True):
-        if time and (holds or time > width / 2):
-            last = total / time
-        elif not holds:
-            last = total / width
-        means.append(last)
-    return means
+    return [
+        total / (time if time > width / 2 else width)
+        for total, time in zip(sums, covered, strict=True)
+    ]
 
 
 def distribution(values: Mapping[str, Sequence[float]], label: str) -> str:

@@ -82,9 +82,7 @@ def add_parser(commands: Any) -> None:
     cli_options.add_server(parser)
     group = parser.add_argument_group("a server of its own")
     group.add_argument("--serve", action="store_true", help="start one, and stop it at the end")
-    group.add_argument(
-        "--server-log", type=Path, metavar="FILE", help="where it logs to (default: discarded)"
-    )
+    group.add_argument("--server-log", type=Path, metavar="FILE", help="keep its log here")
     group.add_argument(
         "server_options", nargs="*", metavar="-- OPTION …", help="as `chairlift serve` takes them"
     )
@@ -102,6 +100,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     results = [read_result(path) for path in options.report]
+    labels = [result.label for result in results]
+    for result, path in zip(results, options.report, strict=True):
+        if labels.count(result.label) > 1:
+            result.label = f"{result.label} ({path})"
     print(report(results[0]) if len(results) == 1 else comparison(results))
     if options.html is not None:
         page = result_page(results[0]) if len(results) == 1 else comparison_page(results)

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import os
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from google.protobuf.json_format import MessageToDict
 
@@ -29,6 +30,7 @@ from client.local_server import LocalServer
 
 _SYNTHETIC_REQUESTS = 64
 _WARM_UP_TOKENS = 4
+_LOG_BYTES = 4000  # of a server that did not start: about forty lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,22 +115,30 @@ async def _server(settings: Settings) -> AsyncIterator[AsyncChairlift]:
             yield chairlift
         return
     _say("starting a server")
-    with _local_server(settings) as server:
+    with _local_server(settings) as (server, log):
         async with AsyncChairlift(server.address, timeout=settings.timeout) as chairlift:
             if not await server.is_ready(chairlift, lambda what: _say(f"waiting ({what})")):
-                where = settings.server_log or "--server-log FILE keeps what it says"
-                raise LaunchError(f"the server did not start: {where}")
+                raise LaunchError(f"the server did not start. It said:\n{_end_of(log)}")
             yield chairlift
 
 
 @contextlib.contextmanager
-def _local_server(settings: Settings) -> Iterator[LocalServer]:
-    with open(settings.server_log or os.devnull, "wb") as log:
+def _local_server(settings: Settings) -> Iterator[tuple[LocalServer, IO[bytes]]]:
+    """A server, and the file that it logs to."""
+    given = settings.server_log
+    with tempfile.TemporaryFile() if given is None else given.open("w+b") as log:
         server = LocalServer(settings.server_options, log)
         try:
-            yield server
+            yield server, log
         finally:
             server.stop()
+
+
+def _end_of(log: IO[bytes]) -> str:
+    """What was written last. Read without moving the place where the server goes on writing."""
+    size = os.fstat(log.fileno()).st_size
+    end = os.pread(log.fileno(), _LOG_BYTES, max(0, size - _LOG_BYTES))
+    return end.decode(errors="replace").rstrip()
 
 
 @contextlib.contextmanager

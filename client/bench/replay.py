@@ -47,6 +47,7 @@ async def replay(
         ]
         async with asyncio.TaskGroup() as tasks:
             for ask, record in zip(asks, records, strict=True):
+                await asyncio.sleep(start + record.due - time.monotonic())
                 tasks.create_task(_ask(chairlift, ask, record, start, progress))
     after = await chairlift.get_cache()
     run = Run(
@@ -88,9 +89,6 @@ async def _plug(
 async def _ask(
     chairlift: AsyncChairlift, ask: Ask, record: RequestRecord, start: float, progress: Progress
 ) -> None:
-    delay = start + record.due - time.monotonic()
-    if delay > 0:
-        await asyncio.sleep(delay)
     record.sent = _since(start)
     stream = chairlift.generate(
         ask.prompt,

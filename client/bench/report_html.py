@@ -54,11 +54,10 @@ def result_page(result: Result) -> str:
 
 def comparison_page(results: Sequence[Result]) -> str:
     """Several results side by side."""
-    columns = {name: figures for name, (_, figures) in labelled(results).items()}
+    named = labelled(results)
+    columns = {name: result.figures()[system] for name, (result, system) in named.items()}
     requests = {
-        (r.label if system == "chairlift" else f"{r.label}: {system}"): runs[0].requests
-        for r in results
-        for system, runs in r.systems().items()
+        name: result.systems()[system][0].requests for name, (result, system) in named.items()
     }
     parts = [
         "<div class='beside wider'>"
@@ -186,7 +185,6 @@ def _run(run: Run, turns: int) -> str:
                     ],
                     "Share of the KV pool that is held",
                     unit=" %",
-                    holds=True,
                 ),
                 ("stored", "holds tokens"), ("empty", "held, but empty"),
             ),

@@ -41,17 +41,17 @@ def report(result: Result) -> str:
 
 def comparison(results: Sequence[Result]) -> str:
     """Several results side by side; each is called by its label."""
-    columns = {name: found for name, (_, found) in labelled(results).items()}
+    columns = {name: found.figures()[system] for name, (found, system) in labelled(results).items()}
     lines = [f"{result.label}: {result.workload}; {result.arrivals}" for result in results]
     return "\n".join([*lines, "", table(columns, results[0].limits)])
 
 
-def labelled(results: Sequence[Result]) -> dict[str, tuple[Result, Figures]]:
-    """Every system of every result, under a name that tells them apart."""
+def labelled(results: Sequence[Result]) -> dict[str, tuple[Result, str]]:
+    """Every system of every result, under a name that tells them apart; labels must differ."""
     return {
-        (result.label if system == "chairlift" else f"{result.label}: {system}"): (result, found)
+        (result.label if system == "chairlift" else f"{result.label}: {system}"): (result, system)
         for result in results
-        for system, found in result.figures().items()
+        for system in result.systems()
     }
 
 

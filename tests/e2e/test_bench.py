@@ -74,8 +74,7 @@ def test_the_steps_are_all_there_and_account_for_every_token(measured: dict[str,
         assert all(0 < step["utilisation"] <= 1 for step in steps)
         assert all(0 < step["device_seconds"] <= step["seconds"] + 0.005 for step in steps)
         assert all(
-            earlier["start"] + earlier["seconds"] <= later["start"] + 1e-6
-            for earlier, later in itertools.pairwise(steps)
+            earlier["start"] <= later["start"] for earlier, later in itertools.pairwise(steps)
         )
         assert steps[0]["start"] >= -0.1
         assert steps[-1]["start"] <= max(record["end"] for record in run["requests"])

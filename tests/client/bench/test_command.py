@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -93,6 +95,18 @@ def test_files_are_shown_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixt
     assert cli.main(["bench", "--report", files[0]]) == 0
 
 
+def test_files_with_the_same_label_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Yesterday's fifo and today's: one column would hide the other."""
+    files = [tmp_path / f"{day}.json" for day in ("monday", "tuesday")]
+    for path in files:
+        result(two_requests(), label="fifo").write(path)
+    assert cli.main(["bench", "--report", *map(str, files)]) == 0
+    out = capsys.readouterr().out
+    assert all(f"fifo ({path})" in out for path in files)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -124,6 +138,28 @@ def test_wrong_options_name_what_is_allowed(
     message = capsys.readouterr().err
     assert option in message
     assert "allowed" in message or "choose from" in message
+
+
+def test_a_server_that_does_not_start_is_quoted(tmp_path: Path) -> None:
+    """ "It did not start" alone sends one looking for a log that is nowhere."""
+    scheduler = "import sys; print('unknown option', sys.argv[-1]); sys.exit(2)"
+    for package, code in (
+        ("scheduler_svc", scheduler),
+        ("worker", "import signal; signal.pause()"),
+    ):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+        (tmp_path / package / "__main__.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "client", "bench", "--serve", "--", "--nonsense"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"},
+    )
+    assert done.returncode == 1
+    assert "the server did not start. It said:\nunknown option" in done.stderr
 
 
 COMPARE = """

@@ -105,6 +105,14 @@ def test_requests_are_sent_when_they_are_due(address: str) -> None:
     assert all(record.sent >= record.due for record in measured.requests)
 
 
+def test_requests_of_one_burst_are_sent_in_their_order(address: str, engine: FakeEngine) -> None:
+    """fifo serves them in the order in which they come: two runs must not differ in it."""
+    asks = [Ask(str(n), (n + 20,), 1) for n in range(30)]
+    measured, _ = run(address, asks, [0.01] * 30)
+    sent = [record.sent for record in measured.requests]
+    assert sent == sorted(sent)
+
+
 def test_gathering_sends_a_request_ahead_that_is_not_measured(
     address: str, engine: FakeEngine
 ) -> None:

@@ -159,8 +159,6 @@ def test_resampling_keeps_the_time_that_a_value_held() -> None:
     assert found[: quarter - 1] == pytest.approx([8.0] * (quarter - 1))
     assert found[quarter + 1 : 2 * quarter - 1] == pytest.approx([0.0] * (quarter - 2))
     assert found[2 * quarter + 1 : 3 * quarter - 1] == pytest.approx([2.0] * (quarter - 2))
-    held = charts.resample(steps, 10.0, lambda s: s.num_decoding, holds=True)
-    assert held[quarter + 1 : 2 * quarter - 1] == pytest.approx([8.0] * (quarter - 2))
 
 
 def test_many_short_steps_are_averaged() -> None:
