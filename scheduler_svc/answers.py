@@ -100,7 +100,7 @@ class Answers:
                 deltas[request] = Delta(request.request_id, request.index, [token_id], added)
             else:  # more than one step's result at once
                 delta.token_ids.append(token_id)
-                deltas[request] = Delta(*delta[:3], delta.text + added)
+                delta.text += added
             if has_ended:
                 self._remove(answer)
                 ended.append(answer)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from scheduler_svc.core.request import FinishReason, NewRequest
 from scheduler_svc.errors import ChairliftError
@@ -36,9 +36,9 @@ class Submission:
     texts: Sequence[TextStream] = ()  # one per sibling; none: nobody reads text
 
 
-class Delta(NamedTuple):
-    """Tokens that came back for a request's sibling, and the text they add. A tuple, for one is
-    made for every running request in every step."""
+@dataclass(slots=True)  # not frozen, which would triple the cost: each step makes one per request
+class Delta:
+    """Tokens that came back for a request's sibling, and the text they add."""
 
     request_id: str
     index: int  # type: ignore[assignment]  # tuple.index is never called
