@@ -24,7 +24,7 @@ SHAPES = "576x960,576x3072,1536x576,576x49152,2048x2048"  # SmolLM2-135M's, fuse
 ROWS = "1,6,16,20,32,64,128,512"
 COPIES_BYTES = 100 * 2**20
 TURN_SECONDS = 0.03
-TURNS = 5
+TURNS = 7
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
