@@ -13,6 +13,7 @@ the pool may be (memory.py).
 
 from __future__ import annotations
 
+import mmap
 import weakref
 
 import torch
@@ -27,13 +28,12 @@ class SwapPool:
     def __init__(self, pool: KvPool, num_chunks: int) -> None:
         self.num_chunks = num_chunks
         self._pool = pool
+        num_bytes, dtype = num_chunks * pool.geometry.chunk_bytes, pool.memory.dtype
         # not zeroed: only what was written is ever read
-        self._memory = torch.empty(
-            num_chunks * pool.geometry.chunk_bytes // pool.geometry.itemsize,
-            dtype=pool.memory.dtype,
-        )
-        if pool.memory.device.type == "cuda" and num_chunks:
-            _pin(self, self._memory)
+        if num_bytes and pool.memory.device.type == "cuda":
+            self._memory = _pinned(self, num_bytes).view(dtype)
+        else:
+            self._memory = torch.empty(num_bytes // dtype.itemsize, dtype=dtype)
 
     @property
     def num_bytes(self) -> int:
@@ -61,14 +61,16 @@ class SwapPool:
             )
 
 
-def _pin(owner: SwapPool, memory: torch.Tensor) -> None:
-    """Until `owner` goes."""
+def _pinned(owner: SwapPool, num_bytes: int) -> torch.Tensor:
+    """Whole pages of memory that nothing else shares, uint8; pinned until `owner` goes."""
+    memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
     cudart = torch.cuda.cudart()
-    error = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    error = int(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
     if error:
         raise OSError(
-            f"the {memory.nbytes / 2**20:,.1f} MiB of cpu_offload_space cannot be pinned: CUDA "
-            f"error {error} of cudaHostRegister (see ulimit -l and the container's memory limit)"
+            f"the {num_bytes / 2**20:,.1f} MiB of cpu_offload_space cannot be pinned: CUDA error "
+            f"{error} of cudaHostRegister (see ulimit -l and the container's memory limit)"
         )
     unpin = weakref.finalize(owner, cudart.cudaHostUnregister, memory.data_ptr())
     unpin.atexit = False  # the driver does it then
+    return memory

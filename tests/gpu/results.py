@@ -12,7 +12,7 @@ from typing import Final
 import torch
 import transformers
 
-from tests.gpu.card import DEVICE
+from tests.gpu.card import DEVICE, IS_CUDA
 
 PATH: Final = Path(__file__).with_name("RESULTS.md")
 _HEAD: Final = """# What the GPU tests measured
@@ -62,7 +62,7 @@ class Results:
 def environment() -> dict[str, str]:
     """Hardware, versions, date and commit."""
     name, driver = str(DEVICE), "none"
-    if DEVICE.type == "cuda":
+    if IS_CUDA and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(DEVICE)
         name = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

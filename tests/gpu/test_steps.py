@@ -12,7 +12,7 @@ import torch
 from protos.plan import StepPlan, StepResult
 from tests.gpu.card import DEVICE, IS_CUDA, has_room, sized
 from tests.gpu.conftest import NewTable
-from tests.gpu.models import NAMES, random_loaded, runner_of, weight_bytes
+from tests.gpu.models import NAMES, PAGE_SIZE, random_loaded, runner_of, weight_bytes
 from tests.worker.planner import Planner, Request
 from worker.memory import free_memory
 from worker.runner import Launched, Runner
@@ -20,7 +20,7 @@ from worker.streams import settle
 
 BATCHES = sized((1, 8, 64), (1, 3))
 CONTEXT = sized(512, 40)
-CHUNK = sized(192, 9)  # of a prompt, beside decodes
+CHUNK = sized(128, 9)  # of a prompt, beside decodes
 STEPS = sized(20, 3)
 BUSY_STEPS = sized(200, 6)
 WARM_UP = 4  # steps
@@ -43,6 +43,11 @@ def decodes(planner: Planner, batch: int, steps: int, chunk: int = 0) -> list[St
         if request.tables:
             planner.finish(request)
     return plans
+
+
+def most_tokens(steps: int) -> int:
+    """That one request needs room for, in whole pages."""
+    return CONTEXT + steps + PAGE_SIZE
 
 
 def planner_of(runner: Runner) -> Planner:
@@ -70,7 +75,7 @@ def test_graphs_against_eager(name: str, table: NewTable) -> None:
     if not has_room(2 * weight_bytes(name)):
         pytest.skip(f"{name} does not fit")
     loaded = random_loaded(name)
-    tokens = (max(BATCHES) + 1) * (CONTEXT + (STEPS + WARM_UP) * (CHUNK + 1))
+    tokens = max(BATCHES) * most_tokens(STEPS + WARM_UP) + (STEPS + WARM_UP) * CHUNK + PAGE_SIZE
     times: dict[tuple[str, bool], tuple[float, float]] = {}
     answers: dict[tuple[str, bool], list[list[int]]] = {}
     costs: dict[bool, tuple[float, float]] = {}
@@ -118,8 +123,7 @@ def test_the_device_is_busy_in_steady_decode(table: NewTable) -> None:
         pytest.skip(f"{name} does not fit")
     loaded = random_loaded(name)
     batch = max(BATCHES)
-    tokens = 4 * batch * (CONTEXT + BUSY_STEPS + 16)
-    runner = runner_of(loaded, tokens, graphs=True)
+    runner = runner_of(loaded, batch * most_tokens(BUSY_STEPS), graphs=True)
     planner = planner_of(runner)
     rows = table(
         f"How busy the device is: {batch} rows of {name}",

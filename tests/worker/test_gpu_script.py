@@ -14,6 +14,7 @@ from tests.gpu.results import PATH, Results
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_the_script_runs_and_leaves_the_results_alone() -> None:
     """It is skipped wherever nobody has a GPU, so nothing else would notice that it is broken."""

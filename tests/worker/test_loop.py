@@ -14,13 +14,14 @@ import pytest
 from protos import link_pb2
 from protos.plan import StepPlan, StepResult
 from tests.worker.fake_scheduler import FakeScheduler, make_plan
+from worker.device_failure import DeviceFailed
 from worker.link import Link
 from worker.loop import Progress, serve
 
 
 class FakeRunner:
     """Answers token_ids + 1; a plan with the token 13 in it raises when it is launched, one with 65
-    when its result is due."""
+    when its result is due, one with 14 finds the device broken."""
 
     def __init__(self, num_chunks: int = 1) -> None:
         self.num_chunks = num_chunks
@@ -31,6 +32,8 @@ class FakeRunner:
     def launch(self, plan: StepPlan) -> FakeStep:
         if 13 in plan.token_ids:
             raise RuntimeError("thirteen")
+        if 14 in plan.token_ids:
+            raise DeviceFailed("fourteen")
         count = len(plan.token_ids)
         result = StepResult(
             step_id=plan.step_id,
@@ -271,3 +274,15 @@ def test_failed_device_ends_the_worker(
     assert "illegal memory access" in scheduler.receive("bye").bye.reason
     assert serving.join() == 1
     assert "a launched step failed" in caplog.text
+
+
+def test_device_that_fails_while_a_step_is_launched_ends_the_worker(
+    start: Start, scheduler: FakeScheduler, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Told as a mere fault, it would fail every later step as well, request after request."""
+    serving = start()
+    scheduler.configure()
+    scheduler.receive("ready")
+    scheduler.send_plan(make_plan(1, token_ids=[14]))
+    assert serving.join() == 1
+    assert "step 1 failed: fourteen" in caplog.text

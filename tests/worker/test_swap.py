@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tests.worker.tiny_models import gemma3, llama, mistral
 from worker.geometry import FULL_ATTENTION, SLIDING_ATTENTION, CacheGroup, Geometry
 from worker.kv_pool import KvPool
 from worker.runner import Runner
-from worker.swap import SwapPool, merged_runs
+from worker.swap import SwapPool, _pinned, merged_runs
 
 # one full layer and two sliding ones: a chunk is two full blocks or one sliding block
 GROUPS = (CacheGroup(FULL_ATTENTION, (2,), 0, 2), CacheGroup(SLIDING_ATTENTION, (0, 1), 8, 1))
@@ -125,3 +126,31 @@ def test_ready_tells_how_large_it_is(saved):
     loaded = load(saved(llama)[0], **settings)
     ready = Runner(loaded, configure(**settings), sample=GreedySample()).ready()
     assert ready.num_swap_chunks == 2**20 // ready.chunk_bytes
+
+
+def test_memory_is_pinned_in_whole_pages_while_the_pool_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies from memory that is not pinned wait for the device; what stays pinned is lost."""
+    pinned: dict[int, int] = {}
+
+    class Cudart:
+        def cudaHostRegister(self, address: int, size: int, _flags: int) -> int:
+            pinned[address] = size
+            return 2 if size > 2**20 else 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            del pinned[address]
+            return 0
+
+    class Owner: ...
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    owner = Owner()
+    memory = _pinned(owner, 5000)  # type: ignore[arg-type]
+    assert pinned == {memory.data_ptr(): 5000}
+    assert memory.data_ptr() % mmap.PAGESIZE == 0
+    del owner
+    assert not pinned
+    with pytest.raises(OSError, match=r"2\.0 MiB of cpu_offload_space cannot be pinned"):
+        _pinned(Owner(), 2**21)  # type: ignore[arg-type]
