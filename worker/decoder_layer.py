@@ -63,6 +63,8 @@ class Workspace:
     def __init__(self) -> None:
         self._rows = 0
         self._parts: list[LayerParts] = []
+        self._embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._rotary = _Rotary(None, None, 0)
         self.c_struct = _Workspace()
 
     def serve(self, parts: LayerParts) -> None:
@@ -84,6 +86,18 @@ class Workspace:
         for name in _MEMORIES:
             setattr(self.c_struct, name, getattr(self, name).data_ptr())
         self._rows = rows
+
+    def rotary(self, embeddings: tuple[torch.Tensor, torch.Tensor] | None) -> int:
+        """The address of the struct for cos and sin [1, T, dim], of which None rotate nothing. Most
+        models hand the same two to all layers of a forward."""
+        if embeddings is not self._embeddings:
+            self._embeddings = embeddings  # and no longer: its address may be given out again
+            self._rotary = _Rotary(None, None, 0)
+            if embeddings is not None:
+                self._kept = [tensor.contiguous() for tensor in embeddings]
+                cos, sin = self._kept
+                self._rotary = _Rotary(cos.data_ptr(), sin.data_ptr(), cos.shape[-1])
+        return ctypes.addressof(self._rotary)
 
 
 class FusedLayer:
@@ -118,15 +132,8 @@ class FusedLayer:
         hidden_states = hidden_states.contiguous()
         rows, threads = hidden_states.shape[1], torch.get_num_threads()
         self._workspace.reserve(rows)
-        rotary, _kept = _rotary(position_embeddings if parts.rotates else None)
-        self._begin(
-            self._layer,
-            hidden_states.data_ptr(),
-            rows,
-            ctypes.addressof(rotary),
-            self._work,
-            threads,
-        )
+        rotary = self._workspace.rotary(position_embeddings if parts.rotates else None)
+        self._begin(self._layer, hidden_states.data_ptr(), rows, rotary, self._work, threads)
         qkv = self._workspace.qkv[: rows * sum(self._heads)].view(1, rows, -1, parts.head_dim)
         query, key, value = qkv.transpose(1, 2).split(
             [parts.num_heads, parts.num_kv_heads, parts.num_kv_heads], dim=1
@@ -197,16 +204,6 @@ def _c_layer(parts: LayerParts) -> _Layer:
     for name, linear in zip(_LINEARS, linears, strict=True):
         setattr(layer, name, None if linear is None else linear.c_pointer)
     return layer
-
-
-def _rotary(
-    embeddings: tuple[torch.Tensor, torch.Tensor] | None,
-) -> tuple[_Rotary, tuple[torch.Tensor, ...]]:
-    """Of cos and sin [1, T, dim]; the tensors are to be kept as long as the struct is used."""
-    if embeddings is None:
-        return _Rotary(None, None, 0), ()
-    cos, sin = (tensor.contiguous() for tensor in embeddings)
-    return _Rotary(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]), (cos, sin)
 
 
 def _three(linears: tuple[PackedLinear, ...]) -> list[PackedLinear | None]:

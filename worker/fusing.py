@@ -172,9 +172,12 @@ def _norm(module: nn.Module) -> Norm:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "RMSNorm" not in type(module).__name__ or weight is None or not isinstance(eps, float):
         raise _Unlike(f"a norm is a {type(module).__name__}")
-    # gemma's weights say by how much they differ from 1
-    offset = 1.0 if type(module).__name__.startswith("Gemma") else 0.0
-    return Norm((weight.detach().float() + offset).contiguous(), eps)
+    weight = weight.detach()
+    if type(module).__name__.startswith("Gemma"):  # its weights say by how much they differ from 1
+        weight = weight + 1
+    if weight.dtype != torch.float32 or not weight.is_contiguous():
+        raise _Unlike(f"a norm's weight is {weight.dtype}")
+    return Norm(weight, eps)
 
 
 # ---- proof ----

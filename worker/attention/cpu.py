@@ -23,8 +23,6 @@ class CpuBackend:
     name = "cpu"
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._write = library.write_kv
-        self._write.restype = None
         self._attend = library.attend
         self._attend.restype = ctypes.c_int
 
@@ -41,11 +39,19 @@ class CpuBackend:
         tables: GroupTables,
         call: AttentionCall,
     ) -> torch.Tensor:
-        self._write_kv(key, value, pages, tables)
-        if query.stride(-1) != 1:
-            query = query.contiguous()
+        query, key, value = (
+            tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+            for tensor in (query, key, value)
+        )
         out = torch.empty(query.shape, dtype=query.dtype)
         sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
+        new = _NewKv(
+            k=key.data_ptr(),
+            v=value.data_ptr(),
+            strides=(*key.stride()[:2], *value.stride()[:2]),
+            slot_mapping=tables.slot_mapping.data_ptr(),
+            num_tokens=key.shape[0],
+        )
         asked = _Queries(
             q=query.data_ptr(),
             token_stride=query.stride(0),
@@ -67,27 +73,13 @@ class CpuBackend:
         )
         if self._attend(
             ctypes.byref(_layer(pages)),
+            ctypes.byref(new),
             ctypes.byref(asked),
             ctypes.byref(lengths),
             torch.get_num_threads(),
         ):
             raise MemoryError("no memory for the attention kernel's tiles")
         return out
-
-    def _write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, tables: GroupTables
-    ) -> None:
-        key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
-        strides = (ctypes.c_int64 * 4)(*key.stride()[:2], *value.stride()[:2])
-        self._write(
-            ctypes.byref(_layer(pages)),
-            ctypes.c_void_p(key.data_ptr()),
-            ctypes.c_void_p(value.data_ptr()),
-            strides,
-            ctypes.c_void_p(tables.slot_mapping.data_ptr()),
-            ctypes.c_int64(key.shape[0]),
-            torch.get_num_threads(),
-        )
 
 
 class _Layer(ctypes.Structure):  # struct kv_layer
@@ -98,6 +90,16 @@ class _Layer(ctypes.Structure):  # struct kv_layer
         ("page_size", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
         ("dtype", ctypes.c_int64),
+    ]
+
+
+class _NewKv(ctypes.Structure):  # struct new_kv
+    _fields_ = [
+        ("k", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("strides", ctypes.c_int64 * 4),
+        ("slot_mapping", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_int64),
     ]
 
 

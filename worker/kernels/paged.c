@@ -1,6 +1,6 @@
-/* Paged attention on the CPU: the two inner loops of worker/attention/cpu.py.
+/* Paged attention on the CPU: the loops of worker/attention/cpu.py.
  *
- * write_kv copies new keys and values into their slots of the pool; attend computes causal
+ * attend copies new keys and values into their slots of the pool, then computes causal
  * attention of ragged queries over the pages that the block tables name. All strides are in
  * elements. K and V may be float32, float16 or bfloat16; arithmetic is float32.
  *
@@ -23,8 +23,8 @@
 #define NEVER_SEEN -1e30f /* a row maximum before the first visible key: finite, so no inf - inf */
 
 /* Within a block the keys are ordered 0, 16, 32, 48, 1, 17, ...: place 4 i + c is key 16 c + i.
- * With pages of 16 tokens these are four pages read side by side, each from its begin to its end,
- * which the CPU's prefetching follows at twice the speed of one page read by four rows at a time. */
+ * With pages of 16 tokens these are four pages side by side, each read from its begin to its end:
+ * the CPU fetches ahead on each of them, which it does not on rows of one page in turn. */
 
 /* ---- tiles ------------------------------------------------------------------------------ */
 
@@ -89,6 +89,13 @@ struct kv_layer { /* pages [block][K,V][kv_head][page_size][head_dim] of one lay
   int64_t num_kv_heads, page_size, head_dim, dtype;
 };
 
+struct new_kv { /* [T][num_kv_heads][head_dim], elements of a head contiguous */
+  const void *k, *v;
+  int64_t strides[4];          /* token and head of k, token and head of v */
+  const int64_t *slot_mapping; /* [T] */
+  int64_t num_tokens;
+};
+
 struct queries {
   const void *q; /* [T][num_heads][head_dim], elements of a head contiguous */
   int64_t token_stride, head_stride, num_heads;
@@ -105,19 +112,18 @@ struct tables {
 
 static int64_t itemsize(int64_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
-void write_kv(const struct kv_layer *kv, const void *k, const void *v, const int64_t strides[4],
-              const int64_t *slot_mapping, int64_t num_tokens, int num_threads) {
+static void write_kv(const struct kv_layer *kv, const struct new_kv *new, int num_threads) {
   const int64_t size = itemsize(kv->dtype), run = kv->head_dim * size;
   const int64_t head = kv->page_size * run; /* bytes of one head's page */
-#pragma omp parallel for num_threads(num_threads) if (num_tokens * kv->num_kv_heads > 512)
-  for (int64_t t = 0; t < num_tokens; t++) {
-    const int64_t block = slot_mapping[t] / kv->page_size, place = slot_mapping[t] % kv->page_size;
+#pragma omp parallel for num_threads(num_threads) if (new->num_tokens * kv->num_kv_heads > 512)
+  for (int64_t t = 0; t < new->num_tokens; t++) {
+    const int64_t block = new->slot_mapping[t] / kv->page_size, place = new->slot_mapping[t] % kv->page_size;
     char *to = (char *)kv->pages + block * kv->block_stride * size + place * run;
     for (int64_t h = 0; h < kv->num_kv_heads; h++) {
-      const int64_t from_k = (t * strides[0] + h * strides[1]) * size;
-      const int64_t from_v = (t * strides[2] + h * strides[3]) * size;
-      memcpy(to + h * head, (const char *)k + from_k, (size_t)run);
-      memcpy(to + (kv->num_kv_heads + h) * head, (const char *)v + from_v, (size_t)run);
+      const int64_t from_k = (t * new->strides[0] + h * new->strides[1]) * size;
+      const int64_t from_v = (t * new->strides[2] + h * new->strides[3]) * size;
+      memcpy(to + h * head, (const char *)new->k + from_k, (size_t)run);
+      memcpy(to + (kv->num_kv_heads + h) * head, (const char *)new->v + from_v, (size_t)run);
     }
   }
 }
@@ -296,15 +302,17 @@ static void attend_tile(const struct kv_layer *kv, const struct queries *in,
            (int)kv->head_dim, (int)kv->dtype);
   }
 }
+
 /* Returns 0, or -1 when memory for the tiles is not to be had. */
-int attend(const struct kv_layer *kv, const struct queries *in, const struct tables *tables,
-           int num_threads) {
+int attend(const struct kv_layer *kv, const struct new_kv *new, const struct queries *in,
+           const struct tables *tables, int num_threads) {
   const int group = (int)(in->num_heads / kv->num_kv_heads);
   const int tile = group < TILE_ROWS ? TILE_ROWS / group : 1; /* tokens of one tile */
   const int dim = (int)((kv->head_dim + LANES - 1) / LANES * LANES);
   const int64_t requests = tables->num_requests;
   int64_t *tile_start = malloc(sizeof(int64_t) * (size_t)(requests + 1));
   if (!tile_start) return -1;
+  write_kv(kv, new, num_threads);
   tile_start[0] = 0;
   for (int64_t r = 0; r < requests; r++) {
     const int64_t length = tables->query_start_loc[r + 1] - tables->query_start_loc[r];

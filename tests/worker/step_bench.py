@@ -1,0 +1,146 @@
+"""Where a step's time goes on this CPU: SmolLM2, packed linear layers, fused decoder layers.
+
+`python -m tests.worker.step_bench` prints it. A decode step is timed as the worker runs it, greedy
+sampling included, in turns with its linear layers alone on as many rows; attention is timed within
+the step. Keys and values are random, so no prompts need to be computed first.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from protos import link_pb2
+from tests.worker.attention_bench import in_turns
+from tests.worker.planner import Planner, Request
+from worker.fusing import unfuse_model
+from worker.load import LoadedModel, load_model
+from worker.packed_linear import PackedLinear
+from worker.runner import Runner
+
+MODEL = "smollm2-135m-instruct"
+_PAGE_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """Milliseconds of a decode step of `num_rows` requests of `num_tokens` tokens."""
+
+    num_rows: int
+    num_tokens: int
+    total: float
+    linears: float  # timed alone, lm_head included
+    attention: float
+
+    @property
+    def ratio(self) -> float:
+        return self.total / self.linears
+
+    def __str__(self) -> str:
+        rest = self.total - self.linears - self.attention
+        return (
+            f"decode step {self.num_rows:2d} x {self.num_tokens}: {self.total:.1f} ms; its linear "
+            f"layers alone {self.linears:.1f} ms (ratio {self.ratio:.2f}); attention "
+            f"{self.attention:.1f} ms; rest {rest:.1f} ms"
+        )
+
+
+def load(weight_format: str = "") -> LoadedModel:
+    settings = link_pb2.Configure(model=MODEL, page_size=_PAGE_SIZE, weight_format=weight_format)
+    return load_model(settings, lambda _what, _share: None)
+
+
+def argmax(logits: torch.Tensor, *_: object) -> torch.Tensor:
+    return logits.argmax(dim=-1)
+
+
+def step_of(
+    loaded: LoadedModel, num_rows: int, num_tokens: int, query_length: int = 1
+) -> tuple[Runner, Callable[[], Any]]:
+    """A runner, and the step that computes the last `query_length` tokens of all requests."""
+    num_chunks = 2 + num_rows * (-(-num_tokens // _PAGE_SIZE) + 1)
+    runner = Runner(loaded, link_pb2.Configure(page_size=_PAGE_SIZE), num_chunks, argmax)
+    runner.pool.memory.uniform_(-1, 1)
+    planner = Planner(loaded.geometry, num_chunks)
+    prompts = torch.randint(loaded.vocab_size, (num_rows, num_tokens)).tolist()
+    requests = [Request(prompt, 1, row) for row, prompt in enumerate(prompts)]
+    for request in requests:
+        request.num_computed = num_tokens - query_length
+    plan = planner.plan([(request, query_length) for request in requests])
+    return runner, lambda: runner.step(plan)
+
+
+def linears_of(loaded: LoadedModel, num_rows: int) -> Callable[[], None]:
+    """Every linear layer of the model, once, on so many rows."""
+    pairs = [
+        (layer, torch.randn(num_rows, layer.in_features))
+        for layer in loaded.model.modules()
+        if isinstance(layer, PackedLinear)
+    ]
+
+    def run() -> None:
+        for layer, rows in pairs:
+            layer(rows)
+
+    return run
+
+
+def decode(
+    loaded: LoadedModel, num_rows: int, num_tokens: int = 160, turns: int = 7
+) -> StepFigures:
+    runner, step = step_of(loaded, num_rows, num_tokens)
+    in_attention: list[float] = []
+    attend = runner.backend.attend
+
+    def timed(*args: Any) -> torch.Tensor:
+        begin = time.perf_counter()
+        out = attend(*args)
+        in_attention[-1] += time.perf_counter() - begin
+        return out
+
+    runner.backend.attend = timed  # type: ignore[method-assign]
+
+    def run() -> None:
+        in_attention.append(0.0)
+        step()
+
+    seconds = in_turns({"step": run, "linears": linears_of(loaded, num_rows)}, turns)
+    return StepFigures(
+        num_rows,
+        num_tokens,
+        *(statistics.median(of) * 1000 for of in (*seconds.values(), in_attention[1:])),
+    )
+
+
+def prefill(loaded: LoadedModel, num_tokens: int = 512, turns: int = 5) -> str:
+    """A chunk's linear arithmetic per second of its step, beside torch's large sgemm."""
+    _, step = step_of(loaded, 1, num_tokens, query_length=num_tokens)
+    layers = [m for m in loaded.model.base_model.modules() if isinstance(m, PackedLinear)]
+    flop = sum(2 * m.in_features * m.out_features for m in layers) * num_tokens
+    a, b = torch.randn(2, 2048, 2048)
+    seconds = in_turns({"step": step, "sgemm": lambda: a @ b}, turns)
+    chunk, sgemm = (statistics.median(of) for of in seconds.values())
+    return (
+        f"prefill of {num_tokens}: {chunk * 1000:.0f} ms, {flop / chunk / 1e9:.0f} GFLOP/s in "
+        f"linear layers; torch sgemm 2048^3: {2 * 2048**3 / sgemm / 1e9:.0f} GFLOP/s"
+    )
+
+
+def main() -> None:
+    loaded = load()
+    print(f"{torch.get_num_threads()} threads")
+    for num_rows in (1, 16, 20, 64):
+        print(decode(loaded, num_rows))
+    print(decode(loaded, 20, 512))
+    print(prefill(loaded))
+    unfuse_model(loaded.model)
+    print("not fused:", decode(loaded, 20))
+
+
+if __name__ == "__main__":
+    main()

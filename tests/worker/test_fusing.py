@@ -1,0 +1,83 @@
+"""Fused decoder layers against the models' own."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from tests.worker.conftest import load
+from tests.worker.planner import Answer, Request, serve
+from tests.worker.tiny_models import SERVED, gemma3, llama, olmo2, phi3, qwen3, smollm3
+from worker.decoder_layer import FusedLayer
+from worker.fusing import fuse_model, unfuse_model
+
+# what is not built like llama: learned positions, LayerNorm, experts, attention beside the MLP
+UNLIKE = {"gpt2", "gpt_oss", "cohere2", "phimoe"}
+MAX_TOKENS = [4, 2, 4, 3, 2, 3]
+
+
+def num_fused(model) -> int:
+    return sum(isinstance(vars(m).get("forward"), FusedLayer) for m in model.modules())
+
+
+def answers(it, prompts) -> list[Answer]:
+    return serve(it.runner, it.planner, it.sample, prompts, MAX_TOKENS, chunk=29, stagger=1)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_fused_and_plain_give_the_same_tokens(served, prompts, family):
+    """The twin of every family: biases, norms of heads, partial rotary embedding, none at all,
+    norms on both sides. And the families that should be fused are, or speed goes unnoticed."""
+    fused, plain = served(SERVED[family]), served(SERVED[family])
+    layers = plain.loaded.geometry.num_layers
+    assert num_fused(fused.loaded.model) == (0 if family in UNLIKE else layers)
+    unfuse_model(plain.loaded.model)
+    assert num_fused(plain.loaded.model) == 0
+    for one, other in zip(answers(fused, prompts), answers(plain, prompts), strict=True):
+        assert one.tokens == other.tokens
+        assert (one.logits - other.logits).abs().max() < 1e-3 * other.logits.abs().max()
+
+
+@pytest.mark.parametrize("weight_format", ["float16", "int8"])
+@pytest.mark.parametrize("make", [llama, qwen3, phi3, olmo2, gemma3])
+def test_other_weight_formats_are_fused_too(served, prompts, make, weight_format):
+    """int8 quantises activations before each product, once for layers that share an input."""
+    fused = served(make, weight_format=weight_format)
+    plain = served(make, weight_format=weight_format)
+    assert num_fused(fused.loaded.model) == plain.loaded.geometry.num_layers
+    unfuse_model(plain.loaded.model)
+    one, other = answers(fused, prompts)[4], answers(plain, prompts)[4]
+    assert (one.logits[0] - other.logits[0]).abs().max() < 5e-3 * other.logits[0].abs().max()
+
+
+def test_unpacked_models_stay_plain(served):
+    """`unpacked` asks for the model's own layers, whatever they are."""
+    assert num_fused(served(llama, weight_format="unpacked").loaded.model) == 0
+
+
+@pytest.mark.parametrize("make", [llama, smollm3])
+def test_a_layer_that_computes_something_else_is_left_alone(saved, caplog, monkeypatch, make):
+    """A model may scale, clamp or reorder where names and shapes do not show it: such a layer must
+    keep its own forward, and the log must say so."""
+    loaded = load(saved(make)[0])
+    unfuse_model(loaded.model)
+    mlp = loaded.model.base_model.layers[1].mlp
+    own = type(mlp).forward
+    monkeypatch.setattr(mlp, "forward", lambda x: own(mlp, x) * 1.01)
+    with caplog.at_level(logging.INFO, "worker.fusing"):
+        assert fuse_model(loaded.model, loaded.geometry) == 2
+    assert "1 layers" in caplog.text
+    assert "its output would be another one" in caplog.text
+    assert num_fused(loaded.model) == 2
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_non_finite_values_stay_what_they_are(served, value):
+    """The worker finds a broken request by its hidden states: norms and activations must let NaN
+    and infinities through, and only into their own row."""
+    it = served(llama)
+    it.loaded.model.get_input_embeddings().weight.data[6, 3] = value
+    requests = [(Request([5, 6, 7], 1, row=0), 3), (Request([5, 7], 1, row=1), 2)]
+    assert it.runner.step(it.planner.plan(requests)).is_finite.tolist() == [0, 1]
