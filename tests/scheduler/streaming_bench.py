@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -84,19 +83,26 @@ def measure(num_clients: int = 256, max_tokens: int = 600, step_ms: float = 10.0
 
 
 def figures(heard: dict[str, Any], server_cpu: list[float], steps: list[list[float]]) -> Figures:
+    """Of the time in which every client has a stream: from the first full step to the last."""
     sent = np.array([step[2] for step in steps])
+    rows = np.array([step[0] for step in steps])
+    full = sent[rows == rows.max()]
+    begin, end = full[0], full[-1]
     times = np.array(heard["times"])  # of each message
     counts = np.array(heard["counts"])  # tokens in each
-    delays = np.repeat(times, counts) - sent[np.array(heard["tokens"])]
-    seconds = times.max() - times.min()
-    used = np.interp([times.min(), times.max()], server_cpu[0::2], server_cpu[1::2])
+    inside = (times >= begin) & (times <= end)
+    delays = (np.repeat(times, counts) - sent[np.array(heard["tokens"])])[np.repeat(inside, counts)]
+
+    def share(used: list[float]) -> float:
+        return float(np.diff(np.interp([begin, end], used[0::2], used[1::2]))[0] / (end - begin))
+
     return Figures(
-        tokens_per_second=len(delays) / seconds,
-        messages_per_second=len(times) / seconds,
+        tokens_per_second=len(delays) / (end - begin),
+        messages_per_second=int(inside.sum()) / (end - begin),
         delay_p50=float(np.quantile(delays, 0.5)),
         delay_p99=float(np.quantile(delays, 0.99)),
-        server_cpu=float(np.diff(used)[0] / seconds),
-        clients_cpu=heard["cpu"] / seconds,
+        server_cpu=share(server_cpu),
+        clients_cpu=share(heard["cpu"]),
     )
 
 
@@ -127,14 +133,18 @@ async def serve(address: str, num_clients: int) -> None:
     await serving.start(lambda error: os._exit(1))
     await serving.served.wait_until_ready_is(True)
     print(serving.port, flush=True)
+    used = await cpu_until(asyncio.create_task(asyncio.to_thread(sys.stdin.readline)))
+    await serving.drain_and_stop()
+    print(json.dumps(used))
+
+
+async def cpu_until(end: asyncio.Future[Any]) -> list[float]:
+    """Pairs of time and CPU seconds that this process had used by then."""
     used: list[float] = []
-    end = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
     while not end.done():
         used += [time.monotonic(), time.process_time()]
         await asyncio.wait([end], timeout=0.2)
-    used += [time.monotonic(), time.process_time()]
-    await serving.drain_and_stop()
-    print(json.dumps(used))
+    return [*used, time.monotonic(), time.process_time()]
 
 
 # The clients' process
@@ -166,9 +176,9 @@ async def clients(port: str, num_clients: int, max_tokens: int) -> None:
                 num_tokens += counts[-1]
         assert num_tokens == max_tokens, f"client {number} got {num_tokens} tokens"
 
-    await asyncio.gather(*(read(number) for number in range(num_clients)))
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    cpu = usage.ru_utime + usage.ru_stime
+    reading = asyncio.gather(*(read(number) for number in range(num_clients)))
+    cpu = await cpu_until(reading)
+    await reading
     print(json.dumps({"times": times, "counts": counts, "tokens": tokens, "cpu": cpu}))
     for channel in channels:
         await channel.close()
