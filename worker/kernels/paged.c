@@ -28,56 +28,89 @@
 
 /* ---- tiles ------------------------------------------------------------------------------ */
 
-/* scores[r][0..3] = q[r] . k[0..3] for `rows` rows, the last 4 - `keys` of them 0; both counts are
- * constants where it is called */
-INLINE void dot_tile(int rows, int keys, const float *q, int dim, const float *const *k,
-                     float *scores) {
-  vec sums[3][STREAMS] = {{{0}}};
-  for (int d = 0; d < dim; d += LANES)
-    for (int c = 0; c < keys; c++) {
-      vec key = load(k[c] + d);
-      for (int r = 0; r < rows; r++) sums[r][c] = fma8(load(q + r * dim + d), key, sums[r][c]);
-    }
-  for (int r = 0; r < rows; r++) sum_lanes4(sums[r], scores + r * KEYS);
-}
+struct block { /* keys or values of a block: run c begins at first[c], a row each `stride` floats */
+  const float *first[STREAMS];
+  int64_t stride;
+  int runs, length; /* how many, and the rows of each */
+  int last;         /* rows of the last run */
+};
 
-INLINE void dot_rows(int rows, int streams, int length, const float *q, int dim,
-                     const float *const *k, float *scores) {
-  for (int i = 0; i < length; i++, k += STREAMS, scores += STREAMS) {
-    if (streams == 1) dot_tile(rows, 1, q, dim, k, scores);
-    else if (streams == 2) dot_tile(rows, 2, q, dim, k, scores);
-    else dot_tile(rows, 4, q, dim, k, scores);
+/* scores[r][4 i + c] = q[r] . k[c][i] for `rows` rows; what is no key gets any score. `rows` and
+ * `runs` are constants where it is called. */
+INLINE void dot_tile(int rows, int runs, const struct block *keys, const float *q, int dim,
+                     float *scores) {
+  for (int i = 0; i < keys->length; i++, scores += STREAMS) {
+    const int64_t at = i * keys->stride;
+    vec sums[3][STREAMS] = {{{0}}};
+    for (int d = 0; d < dim; d += LANES) {
+      vec query[3];
+      for (int r = 0; r < rows; r++) {
+        query[r] = load(q + r * dim + d);
+        IN_REGISTER(query[r]);
+      }
+      for (int c = 0; c < runs; c++) {
+        vec key = load(keys->first[c] + at + d);
+        IN_REGISTER(key);
+        for (int r = 0; r < rows; r++) sums[r][c] = fma8(query[r], key, sums[r][c]);
+      }
+    }
+    for (int r = 0; r < rows; r++) sum_lanes4(sums[r], scores + r * KEYS);
   }
 }
 
-/* out[r] += sum over keys of weight[r][key] * v[key], `vecs` vectors wide */
-INLINE void mix_tile(int rows, int vecs, int streams, int length, const float *weights,
-                     const float *const *v, int d, float *out, int dim) {
+INLINE void dot_rows(int rows, const struct block *keys, const float *q, int dim, float *scores) {
+  switch (keys->runs) {
+    case 1: dot_tile(rows, 1, keys, q, dim, scores); break;
+    case 2: dot_tile(rows, 2, keys, q, dim, scores); break;
+    case 3: dot_tile(rows, 3, keys, q, dim, scores); break;
+    default: dot_tile(rows, STREAMS, keys, q, dim, scores);
+  }
+}
+
+/* out[r] += sum over the keys in [from, to) of each run, of weight * value; `vecs` vectors wide */
+INLINE void mix_tile(int rows, int vecs, int runs, const struct block *values, int from, int to,
+                     const float *weights, int d, float *out, int dim) {
   vec sums[3][4];
   for (int r = 0; r < rows; r++)
     for (int c = 0; c < vecs; c++) sums[r][c] = load(out + r * dim + d + c * LANES);
-  for (int i = 0; i < length; i++)
-    for (int j = i * STREAMS; j < i * STREAMS + streams; j++) {
-      const float *value = v[j] + d;
+  for (int i = from; i < to; i++)
+    for (int j = 0; j < runs; j++) {
+      const float *value = values->first[j] + i * values->stride + d;
+      vec weight[3];
+      for (int r = 0; r < rows; r++) weight[r] = splat(weights[r * KEYS + i * STREAMS + j]);
       for (int c = 0; c < vecs; c++) {
         vec part = load(value + c * LANES);
-        for (int r = 0; r < rows; r++)
-          sums[r][c] = fma8(splat(weights[r * KEYS + j]), part, sums[r][c]);
+        IN_REGISTER(part);
+        for (int r = 0; r < rows; r++) sums[r][c] = fma8(weight[r], part, sums[r][c]);
       }
     }
   for (int r = 0; r < rows; r++)
     for (int c = 0; c < vecs; c++) store(out + r * dim + d + c * LANES, sums[r][c]);
 }
 
-INLINE void mix_rows(int rows, int streams, int length, const float *weights,
-                     const float *const *v, float *out, int dim) {
-  for (int i = 0; i < length; i += 4) { /* few rows at a time: they are read in several passes */
-    const int some = length - i < 4 ? length - i : 4;
+INLINE void mix_runs(int rows, int runs, const struct block *values, int from, int to,
+                     const float *weights, float *out, int dim) {
+  for (int i = from; i < to; i += 4) { /* few at a time: they are read in two passes */
+    const int stop = i + 4 < to ? i + 4 : to;
     int d = 0;
     for (; d + 4 * LANES <= dim; d += 4 * LANES)
-      mix_tile(rows, 4, streams, some, weights + i * STREAMS, v + i * STREAMS, d, out, dim);
-    for (; d < dim; d += LANES)
-      mix_tile(rows, 1, streams, some, weights + i * STREAMS, v + i * STREAMS, d, out, dim);
+      mix_tile(rows, 4, runs, values, i, stop, weights, d, out, dim);
+    for (; d < dim; d += LANES) mix_tile(rows, 1, runs, values, i, stop, weights, d, out, dim);
+  }
+}
+
+/* what lies behind the last key may be anything, and 0 times NaN is NaN: so it is left out */
+INLINE void mix_rows(int rows, const struct block *values, const float *weights, float *out,
+                     int dim) {
+  for (int part = 0; part < 2; part++) {
+    const int from = part ? values->last : 0, to = part ? values->length : values->last;
+    switch (values->runs - part) {
+      case 0: break;
+      case 1: mix_runs(rows, 1, values, from, to, weights, out, dim); break;
+      case 2: mix_runs(rows, 2, values, from, to, weights, out, dim); break;
+      case 3: mix_runs(rows, 3, values, from, to, weights, out, dim); break;
+      default: mix_runs(rows, STREAMS, values, from, to, weights, out, dim);
+    }
   }
 }
 
@@ -117,7 +150,8 @@ static void write_kv(const struct kv_layer *kv, const struct new_kv *new, int nu
   const int64_t head = kv->page_size * run; /* bytes of one head's page */
 #pragma omp parallel for num_threads(num_threads) if (new->num_tokens * kv->num_kv_heads > 512)
   for (int64_t t = 0; t < new->num_tokens; t++) {
-    const int64_t block = new->slot_mapping[t] / kv->page_size, place = new->slot_mapping[t] % kv->page_size;
+    const int64_t slot = new->slot_mapping[t];
+    const int64_t block = slot / kv->page_size, place = slot % kv->page_size;
     char *to = (char *)kv->pages + block * kv->block_stride * size + place * run;
     for (int64_t h = 0; h < kv->num_kv_heads; h++) {
       const int64_t from_k = (t * new->strides[0] + h * new->strides[1]) * size;
@@ -130,23 +164,22 @@ static void write_kv(const struct kv_layer *kv, const struct new_kv *new, int nu
 
 /* what one thread works with; `dim` is head_dim rounded up to whole vectors */
 struct scratch {
-  float *q, *out;       /* [rows][dim] each */
-  float *keys, *values; /* [KEYS][dim] each */
-  float *scores;        /* [rows][KEYS] */
-  float *max, *sum;     /* [rows] each */
+  float *q, *out;   /* [rows][dim] each */
+  float *copy;      /* [KEYS][dim] */
+  float *scores;    /* [rows][KEYS] */
+  float *max, *sum; /* [rows] each */
 };
 
 static size_t scratch_floats(int rows, int dim) {
-  return (size_t)rows * (2 * (size_t)dim + KEYS + 2) + 2 * KEYS * (size_t)dim;
+  return (size_t)rows * (2 * (size_t)dim + KEYS + 2) + KEYS * (size_t)dim;
 }
 
 static struct scratch scratch_in(float *memory, int rows, int dim) {
   struct scratch s;
   s.q = memory;
   s.out = s.q + rows * dim;
-  s.keys = s.out + rows * dim;
-  s.values = s.keys + KEYS * dim;
-  s.scores = s.values + KEYS * dim;
+  s.copy = s.out + rows * dim;
+  s.scores = s.copy + KEYS * dim;
   s.max = s.scores + rows * KEYS;
   s.sum = s.max + rows;
   return s;
@@ -178,39 +211,35 @@ INLINE float weigh(float *scores, int places, int from, int to, const struct que
   return decay;
 }
 
-/* Where the keys of positions base + `skip` .. base + `span` lie, one head, in the order of places.
- * What is missing of `streams` runs repeats the first: weigh() hides it. */
-INLINE void find_rows(const struct kv_layer *kv, const int32_t *table, int64_t table_position,
-                      int64_t head, int64_t base, int skip, int span, int streams,
-                      const char **rows) {
+/* Keys (which = 0) or values (1) of positions base + `skip` .. base + `span`, one head: in place
+ * where the pool's floats can be read as they lie, else converted into `copy` [KEYS][dim], with
+ * zeros for what is missing. */
+INLINE void find_block(const struct kv_layer *kv, const int32_t *table, int64_t table_position,
+                       int64_t head, int which, int64_t base, int skip, int span, int dim,
+                       float *copy, struct block *found) {
   const int64_t size = itemsize(kv->dtype), run = kv->head_dim * size;
-  const char *pages = (const char *)kv->pages + head * kv->page_size * run;
-  const char *first = NULL;
-  for (int j = skip; j < span;) {
-    const int64_t place = base + j - table_position;
-    const int64_t within = place % kv->page_size, block = table[place / kv->page_size];
-    const int64_t left = kv->page_size - within;
-    const int stop = left < span - j ? j + (int)left : span;
-    const char *row = pages + block * kv->block_stride * size + within * run;
-    if (!first) first = row;
-    for (; j < stop; j++, row += run) rows[j % RUN * STREAMS + j / RUN] = row;
-  }
-  for (int j = 0; j < skip; j++) rows[j % RUN * STREAMS + j / RUN] = first;
-  for (int j = span; j < streams * RUN; j++) rows[j % RUN * STREAMS + j / RUN] = first;
-}
-
-/* The rows as float32, `apart` bytes behind the given ones: in place where that is what they are,
- * else converted. The scratch starts zeroed, so what pads head_dim to whole vectors stays 0. */
-INLINE void take_rows(const struct kv_layer *kv, const char *const *rows, int64_t apart,
-                      int streams, int length, int dim, float *converted, const float **taken) {
-  const int direct = kv->dtype == FLOAT32 && dim == kv->head_dim;
-  for (int i = 0; i < length; i++)
-    for (int j = i * STREAMS; j < i * STREAMS + streams; j++) {
-      taken[j] = (const float *)(rows[j] + apart);
-      if (direct) continue;
-      widen(rows[j] + apart, converted + j * dim, (int)kv->head_dim, (int)kv->dtype);
-      taken[j] = converted + j * dim;
+  const int64_t page_size = kv->page_size, block_bytes = kv->block_stride * size;
+  const char *pages = (const char *)kv->pages + (which * kv->num_kv_heads + head) * page_size * run;
+  found->runs = (span + RUN - 1) / RUN;
+  found->length = span < RUN ? span : RUN;
+  found->last = span - (found->runs - 1) * RUN;
+  if (kv->dtype == FLOAT32 && dim == kv->head_dim && page_size % RUN == 0 && skip == 0) {
+    found->stride = kv->head_dim;
+    for (int c = 0; c < found->runs; c++) {
+      const int64_t place = base + c * RUN - table_position;
+      const char *page = pages + table[place / page_size] * block_bytes;
+      found->first[c] = (const float *)(page + place % page_size * run);
     }
+    return;
+  }
+  found->stride = dim;
+  for (int c = 0; c < found->runs; c++) found->first[c] = copy + c * RUN * dim;
+  memset(copy, 0, sizeof(float) * (size_t)(found->runs * RUN * dim));
+  for (int j = skip; j < span; j++) {
+    const int64_t place = base + j - table_position;
+    const char *page = pages + table[place / page_size] * block_bytes;
+    widen(page + place % page_size * run, copy + j * dim, (int)kv->head_dim, (int)kv->dtype);
+  }
 }
 
 /* calls f(3, row), then f(2, row) or f(1, row), so that row counts are constants inside */
@@ -236,35 +265,29 @@ static void attend_keys(const struct kv_layer *kv, const struct queries *in,
   const int64_t window = in->sliding_window;
   const int32_t *table = tables->blocks + tables->table_start[tile.request];
   const int64_t table_position = tables->first_positions[tile.request];
-  const int64_t apart = kv->num_kv_heads * kv->page_size * kv->head_dim * itemsize(kv->dtype);
 
   for (int64_t base = from / KEYS * KEYS; base < to; base += KEYS) {
     /* a sliding table may start inside the block: what lies before is outside of the window */
     const int skip = base < table_position ? (int)(table_position - base) : 0;
     const int span = base + KEYS < to ? KEYS : (int)(to - base);
-    const int streams = span <= RUN ? 1 : span <= 2 * RUN ? 2 : STREAMS;
-    const int length = span < RUN ? span : RUN;
-    const char *rows_at[KEYS];
-    const float *taken[KEYS];
-    find_rows(kv, table, table_position, tile.head, base, skip, span, streams, rows_at);
-    take_rows(kv, rows_at, 0, streams, length, dim, s->keys, taken);
-#define DOT(n, row)                                                                               \
-  dot_rows(n, streams, length, s->q + row * dim, dim, taken, s->scores + row * KEYS)
+    struct block block;
+    find_block(kv, table, table_position, tile.head, 0, base, skip, span, dim, s->copy, &block);
+#define DOT(n, row) dot_rows(n, &block, s->q + row * dim, dim, s->scores + row * KEYS)
     BY_THREES(rows, DOT);
 
     for (int row = 0; row < rows; row++) {
       const int64_t own = position + row / group;
       const int64_t low = window && own - window + 1 > base ? own - window + 1 - base : 0;
       const int64_t high = own + 1 - base < span ? own + 1 - base : span;
-      const float decay = weigh(s->scores + row * KEYS, length * STREAMS, (int)low, (int)high, in,
+      const float decay = weigh(s->scores + row * KEYS, block.length * STREAMS, (int)low, (int)high, in,
                                 s->max + row, s->sum + row);
       for (int d = 0; d < dim; d += LANES)
         store(s->out + row * dim + d, load(s->out + row * dim + d) * splat(decay));
     }
 
-    take_rows(kv, rows_at, apart, streams, length, dim, s->values, taken);
+    find_block(kv, table, table_position, tile.head, 1, base, skip, span, dim, s->copy, &block);
 #define MIX(n, row)                                                                               \
-  mix_rows(n, streams, length, s->scores + row * KEYS, taken, s->out + row * dim, dim)
+  mix_rows(n, &block, s->scores + row * KEYS, s->out + row * dim, dim)
     BY_THREES(rows, MIX);
   }
 }
