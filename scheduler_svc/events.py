@@ -41,7 +41,7 @@ class Delta:
     """Tokens that came back for a request's sibling, and the text they add."""
 
     request_id: str
-    index: int  # type: ignore[assignment]  # tuple.index is never called
+    index: int
     token_ids: list[int]
     text: str
 
