@@ -33,6 +33,7 @@ struct block { /* keys or values of a block: run c begins at first[c], a row eac
   int64_t stride;
   int runs, length; /* how many, and the rows of each */
   int last;         /* rows of the last run */
+  int64_t apart;    /* floats from a key to its value, which is fetched meanwhile; 0 = it is not */
 };
 
 /* scores[r][4 i + c] = q[r] . k[c][i] for `rows` rows; what is no key gets any score. `rows` and
@@ -41,6 +42,10 @@ INLINE void dot_tile(int rows, int runs, const struct block *keys, const float *
                      float *scores) {
   for (int i = 0; i < keys->length; i++, scores += STREAMS) {
     const int64_t at = i * keys->stride;
+    if (keys->apart)
+      for (int c = 0; c < runs; c++)
+        for (int d = 0; d < dim; d += 2 * LANES)
+          __builtin_prefetch(keys->first[c] + at + keys->apart + d);
     vec sums[3][STREAMS] = {{{0}}};
     for (int d = 0; d < dim; d += LANES) {
       vec query[3];
@@ -225,6 +230,7 @@ INLINE void find_block(const struct kv_layer *kv, const int32_t *table, int64_t 
   found->last = span - (found->runs - 1) * RUN;
   if (kv->dtype == FLOAT32 && dim == kv->head_dim && page_size % RUN == 0 && skip == 0) {
     found->stride = kv->head_dim;
+    found->apart = which ? 0 : kv->num_kv_heads * page_size * kv->head_dim;
     for (int c = 0; c < found->runs; c++) {
       const int64_t place = base + c * RUN - table_position;
       const char *page = pages + table[place / page_size] * block_bytes;
@@ -233,6 +239,7 @@ INLINE void find_block(const struct kv_layer *kv, const int32_t *table, int64_t 
     return;
   }
   found->stride = dim;
+  found->apart = 0;
   for (int c = 0; c < found->runs; c++) found->first[c] = copy + c * RUN * dim;
   memset(copy, 0, sizeof(float) * (size_t)(found->runs * RUN * dim));
   for (int j = skip; j < span; j++) {
@@ -272,7 +279,11 @@ static void attend_keys(const struct kv_layer *kv, const struct queries *in,
     const int span = base + KEYS < to ? KEYS : (int)(to - base);
     struct block block;
     find_block(kv, table, table_position, tile.head, 0, base, skip, span, dim, s->copy, &block);
-#define DOT(n, row) dot_rows(n, &block, s->q + row * dim, dim, s->scores + row * KEYS)
+#define DOT(n, row)                                                                               \
+  do {                                                                                            \
+    dot_rows(n, &block, s->q + row * dim, dim, s->scores + row * KEYS);                           \
+    block.apart = 0; /* the first rows have fetched them */                                       \
+  } while (0)
     BY_THREES(rows, DOT);
 
     for (int row = 0; row < rows; row++) {
