@@ -64,7 +64,12 @@ def step_of(
 ) -> tuple[Runner, Callable[[], Any]]:
     """A runner, and the step that computes the last `query_length` tokens of all requests."""
     num_chunks = 2 + num_rows * (-(-num_tokens // _PAGE_SIZE) + 1)
-    runner = Runner(loaded, link_pb2.Configure(page_size=_PAGE_SIZE), num_chunks, argmax)
+    configure = link_pb2.Configure(
+        page_size=_PAGE_SIZE,
+        max_batch_tokens=num_rows * query_length,
+        max_requests_per_batch=num_rows,
+    )
+    runner = Runner(loaded, configure, num_chunks, argmax)
     runner.pool.memory.uniform_(-1, 1)
     planner = Planner(loaded.geometry, num_chunks)
     prompts = torch.randint(loaded.vocab_size, (num_rows, num_tokens)).tolist()
