@@ -53,16 +53,20 @@ def start(line: Sequence[str], output: IO[bytes] | None = None) -> subprocess.Po
         stdout=output,
         stderr=output,
         process_group=0,
-        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        preexec_fn=end_with_parent,
     )
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """For a child, between fork and exec: it ends when its parent is killed, where that is known."""
+    if _LIBC is None:
+        return
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
     _LIBC.prctl(set_parent_death_signal, signal.SIGTERM)
 
 
-_LIBC: Final = ctypes.CDLL(None)  # loaded here, not between fork and exec
+# loaded here, not between fork and exec
+_LIBC: Final = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def become(part: str, arguments: Sequence[str]) -> NoReturn:

@@ -48,6 +48,7 @@ class Transformers:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            preexec_fn=launch.end_with_parent,  # it may compute for minutes before it reads again
         )
         self._answer()  # "ready": the model is loaded
         return self

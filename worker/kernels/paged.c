@@ -33,8 +33,16 @@ struct block { /* keys or values of a block: run c begins at first[c], a row eac
   int64_t stride;
   int runs, length; /* how many, and the rows of each */
   int last;         /* rows of the last run */
-  int64_t apart;    /* floats from a key to its value, which is fetched meanwhile; 0 = it is not */
+  int ahead_runs;   /* of what is needed next, fetched meanwhile */
+  const float *ahead[STREAMS];
 };
+
+/* row `i` of the runs that are needed next */
+INLINE void fetch_ahead(const struct block *block, int i, int dim) {
+  for (int c = 0; c < block->ahead_runs; c++)
+    for (int d = 0; d < dim; d += 2 * LANES)
+      __builtin_prefetch(block->ahead[c] + i * block->stride + d);
+}
 
 /* scores[r][4 i + c] = q[r] . k[c][i] for `rows` rows; what is no key gets any score. `rows` and
  * `runs` are constants where it is called. */
@@ -42,10 +50,7 @@ INLINE void dot_tile(int rows, int runs, const struct block *keys, const float *
                      float *scores) {
   for (int i = 0; i < keys->length; i++, scores += STREAMS) {
     const int64_t at = i * keys->stride;
-    if (keys->apart)
-      for (int c = 0; c < runs; c++)
-        for (int d = 0; d < dim; d += 2 * LANES)
-          __builtin_prefetch(keys->first[c] + at + keys->apart + d);
+    fetch_ahead(keys, i, dim);
     vec sums[3][STREAMS] = {{{0}}};
     for (int d = 0; d < dim; d += LANES) {
       vec query[3];
@@ -97,6 +102,7 @@ INLINE void mix_runs(int rows, int runs, const struct block *values, int from, i
                      const float *weights, float *out, int dim) {
   for (int i = from; i < to; i += 4) { /* few at a time: they are read in two passes */
     const int stop = i + 4 < to ? i + 4 : to;
+    for (int row = i; row < stop; row++) fetch_ahead(values, row, dim);
     int d = 0;
     for (; d + 4 * LANES <= dim; d += 4 * LANES)
       mix_tile(rows, 4, runs, values, i, stop, weights, d, out, dim);
@@ -216,6 +222,10 @@ INLINE float weigh(float *scores, int places, int from, int to, const struct que
   return decay;
 }
 
+INLINE int is_in_place(const struct kv_layer *kv, int dim) {
+  return kv->dtype == FLOAT32 && dim == kv->head_dim && kv->page_size % RUN == 0;
+}
+
 /* Keys (which = 0) or values (1) of positions base + `skip` .. base + `span`, one head: in place
  * where the pool's floats can be read as they lie, else converted into `copy` [KEYS][dim], with
  * zeros for what is missing. */
@@ -228,9 +238,9 @@ INLINE void find_block(const struct kv_layer *kv, const int32_t *table, int64_t 
   found->runs = (span + RUN - 1) / RUN;
   found->length = span < RUN ? span : RUN;
   found->last = span - (found->runs - 1) * RUN;
-  if (kv->dtype == FLOAT32 && dim == kv->head_dim && page_size % RUN == 0 && skip == 0) {
+  found->ahead_runs = 0;
+  if (is_in_place(kv, dim) && skip == 0) {
     found->stride = kv->head_dim;
-    found->apart = which ? 0 : kv->num_kv_heads * page_size * kv->head_dim;
     for (int c = 0; c < found->runs; c++) {
       const int64_t place = base + c * RUN - table_position;
       const char *page = pages + table[place / page_size] * block_bytes;
@@ -239,7 +249,6 @@ INLINE void find_block(const struct kv_layer *kv, const int32_t *table, int64_t 
     return;
   }
   found->stride = dim;
-  found->apart = 0;
   for (int c = 0; c < found->runs; c++) found->first[c] = copy + c * RUN * dim;
   memset(copy, 0, sizeof(float) * (size_t)(found->runs * RUN * dim));
   for (int j = skip; j < span; j++) {
@@ -247,6 +256,12 @@ INLINE void find_block(const struct kv_layer *kv, const int32_t *table, int64_t 
     const char *page = pages + table[place / page_size] * block_bytes;
     widen(page + place % page_size * run, copy + j * dim, (int)kv->head_dim, (int)kv->dtype);
   }
+}
+
+/* while `block` is read, fetch `next` */
+INLINE void fetch_while(struct block *block, const struct block *next) {
+  block->ahead_runs = next->runs;
+  for (int c = 0; c < next->runs; c++) block->ahead[c] = next->first[c];
 }
 
 /* calls f(3, row), then f(2, row) or f(1, row), so that row counts are constants inside */
@@ -273,16 +288,25 @@ static void attend_keys(const struct kv_layer *kv, const struct queries *in,
   const int32_t *table = tables->blocks + tables->table_start[tile.request];
   const int64_t table_position = tables->first_positions[tile.request];
 
+  struct block keys, values, next;
+  int is_found = 0; /* the block of keys that comes, with the values before it */
   for (int64_t base = from / KEYS * KEYS; base < to; base += KEYS) {
     /* a sliding table may start inside the block: what lies before is outside of the window */
     const int skip = base < table_position ? (int)(table_position - base) : 0;
     const int span = base + KEYS < to ? KEYS : (int)(to - base);
-    struct block block;
-    find_block(kv, table, table_position, tile.head, 0, base, skip, span, dim, s->copy, &block);
+    const int in_place = is_in_place(kv, dim) && skip == 0;
+    if (is_found)
+      keys = next;
+    else
+      find_block(kv, table, table_position, tile.head, 0, base, skip, span, dim, s->copy, &keys);
+    if (in_place) {
+      find_block(kv, table, table_position, tile.head, 1, base, skip, span, dim, s->copy, &values);
+      fetch_while(&keys, &values);
+    }
 #define DOT(n, row)                                                                               \
   do {                                                                                            \
-    dot_rows(n, &block, s->q + row * dim, dim, s->scores + row * KEYS);                           \
-    block.apart = 0; /* the first rows have fetched them */                                       \
+    dot_rows(n, &keys, s->q + row * dim, dim, s->scores + row * KEYS);                            \
+    keys.ahead_runs = 0; /* the first rows have fetched it */                                     \
   } while (0)
     BY_THREES(rows, DOT);
 
@@ -290,15 +314,25 @@ static void attend_keys(const struct kv_layer *kv, const struct queries *in,
       const int64_t own = position + row / group;
       const int64_t low = window && own - window + 1 > base ? own - window + 1 - base : 0;
       const int64_t high = own + 1 - base < span ? own + 1 - base : span;
-      const float decay = weigh(s->scores + row * KEYS, block.length * STREAMS, (int)low, (int)high, in,
+      const float decay = weigh(s->scores + row * KEYS, keys.length * STREAMS, (int)low, (int)high, in,
                                 s->max + row, s->sum + row);
       for (int d = 0; d < dim; d += LANES)
         store(s->out + row * dim + d, load(s->out + row * dim + d) * splat(decay));
     }
 
-    find_block(kv, table, table_position, tile.head, 1, base, skip, span, dim, s->copy, &block);
+    if (!in_place)
+      find_block(kv, table, table_position, tile.head, 1, base, skip, span, dim, s->copy, &values);
+    is_found = in_place && base + KEYS < to;
+    if (is_found) {
+      const int rest = to - base - KEYS < KEYS ? (int)(to - base - KEYS) : KEYS;
+      find_block(kv, table, table_position, tile.head, 0, base + KEYS, 0, rest, dim, s->copy, &next);
+      fetch_while(&values, &next);
+    }
 #define MIX(n, row)                                                                               \
-  mix_rows(n, &block, s->scores + row * KEYS, s->out + row * dim, dim)
+  do {                                                                                            \
+    mix_rows(n, &values, s->scores + row * KEYS, s->out + row * dim, dim);                        \
+    values.ahead_runs = 0;                                                                        \
+  } while (0)
     BY_THREES(rows, MIX);
   }
 }
