@@ -58,7 +58,7 @@ def start(line: Sequence[str], output: IO[bytes] | None = None) -> subprocess.Po
 
 
 def end_with_parent() -> None:
-    """For a child, between fork and exec: it ends when its parent is killed, where that is known."""
+    """For a child, between fork and exec: it ends with its parent, where the system can do that."""
     if _LIBC is None:
         return
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
