@@ -11,6 +11,8 @@ whom (the scheduler), how many chunks there are (memory.py), copies out of the p
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Iterator
 
 import numpy as np
@@ -33,10 +35,7 @@ class KvPool:
         num_items = num_chunks * geometry.chunk_bytes // geometry.itemsize
         # zeros, never empty: 0 * NaN of left-over memory would poison masked attention weights
         if device.type == "cpu":
-            # numpy's zeros are given by the system page by page, on first use: a big pool costs
-            # nothing at start, and others keep the memory until it is needed
-            zeros = torch.from_numpy(np.zeros(num_items * dtype.itemsize, np.uint8))
-            self.memory = zeros.view(dtype)
+            self.memory = _lazy_zeros(num_items * dtype.itemsize).view(dtype)
         else:
             self.memory = torch.zeros(num_items, dtype=dtype, device=device)
         # per group, numbers of a block
@@ -86,6 +85,18 @@ class KvPool:
         """
         for source, target, size in merged_runs(copy, self.block_items):
             self.memory[target : target + size] = self.memory[source : source + size]
+
+
+def _lazy_zeros(num_bytes: int) -> torch.Tensor:
+    """uint8 [num_bytes] on the host, given by the system on first use: a big pool costs nothing at
+    start, and others keep the memory until it is needed. In huge pages where the system has them:
+    the KV of a request lies scattered, and small pages would cost a table walk for every one."""
+    # private: the system gives no huge pages to shared memory
+    memory = mmap.mmap(-1, max(1, num_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
 
 def merged_runs(triples: Int32, block_items: list[int]) -> Iterator[tuple[int, int, int]]:

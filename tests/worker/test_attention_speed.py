@@ -9,7 +9,7 @@ import torch
 
 from tests.worker.attention_bench import decode
 
-AT_MOST_READING = 2.2  # 1.7 on a quiet machine, where 1.4 is the aim
+AT_MOST_READING = 1.8  # 1.2 to 1.4 on a quiet machine; others may read memory meanwhile
 AT_LEAST_FASTER = 3
 
 
