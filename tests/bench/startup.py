@@ -60,7 +60,9 @@ def start(tree: Path, cache: Path, model: str) -> dict[str, float]:
             log.seek(0)
             lines = log.read().decode(errors="replace").splitlines()
         if answered is None:
-            raise SystemExit("\n".join([*lines[-20:], "the server did not start; its log is above"]))
+            raise SystemExit(
+                "\n".join([*lines[-20:], "the server did not start; its log is above"])
+            )
     return {**_phases(lines, begin), FIRST_TOKEN: answered - begin}
 
 
@@ -110,7 +112,9 @@ def main() -> None:
                         continue  # the first turn only fills the cache
                     found = start(tree, cache, options.model)
                     starts[kind, name].append(found)
-                    print(f"{kind}, {name}: {found[FIRST_TOKEN]:.1f} s", file=sys.stderr, flush=True)
+                    print(
+                        f"{kind}, {name}: {found[FIRST_TOKEN]:.1f} s", file=sys.stderr, flush=True
+                    )
     print(table(starts))
 
 

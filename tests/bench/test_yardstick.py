@@ -42,8 +42,7 @@ def test_sixteen_mixed_requests_beat_static_batches(
     result = json.loads(written.read_text())
     ratio = result["ratios"][YARDSTICK]
     own, other = (
-        result["figures"][system]["output_tokens_per_second"]
-        for system in ("chairlift", YARDSTICK)
+        result["figures"][system]["output_tokens_per_second"] for system in ("chairlift", YARDSTICK)
     )
     show(
         f"16 requests of mixed: chairlift {own:.1f} output tokens/s, {YARDSTICK} {other:.1f}, "
