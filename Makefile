@@ -34,8 +34,8 @@ test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow --timeout 3600
 
 guards: $(VENV)/installed
-	$(BIN)/python -m pytest tests/bench --benchmark-enable --benchmark-only \
-		--benchmark-columns=min,median,stddev,rounds
+	$(BIN)/python -m pytest tests/bench/test_core_guards.py tests/bench/test_kernel_guards.py \
+		--benchmark-enable --benchmark-columns=min,median,stddev,rounds
 
 # The short ones first. Each of the long parts is one JSON file in build/bench; what is there is
 # not measured again. What each figure means: docs/benchmarks.md.
