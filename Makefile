@@ -2,6 +2,7 @@
 #   make demo        set everything up, serve the embedded model, watch answers stream
 #   make test        all tests but the slow ones
 #   make test-slow   the slow ones
+#   make guards      optimised parts against their plain twins: a minute
 #   make bench       README's tables: hours; BENCH="--requests 6 --turns 1" for a taste
 #   make lint        ruff and mypy
 #   make format      let ruff repair what it can
@@ -18,7 +19,7 @@ PACKAGES := protos scheduler_svc worker client
 export OMP_WAIT_POLICY ?= passive
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help demo test test-slow bench lint format protos wheel clean
+.PHONY: help demo test test-slow guards bench lint format protos wheel clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -32,8 +33,18 @@ test: $(VENV)/installed
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow --timeout 3600
 
-# Each part is one JSON file in build/bench; what is there is not measured again.
-bench: $(VENV)/installed
+guards: $(VENV)/installed
+	$(BIN)/python -m pytest tests/bench/test_core_guards.py tests/bench/test_kernel_guards.py \
+		--benchmark-enable --benchmark-columns=min,median,stddev,rounds
+
+# The short ones first. Each of the long parts is one JSON file in build/bench; what is there is
+# not measured again. What each figure means: docs/benchmarks.md.
+bench: $(VENV)/installed guards
+	$(BIN)/python -m tests.bench.startup
+	$(BIN)/python -m tests.core.step_cost
+	$(BIN)/python -m tests.scheduler.streaming_bench
+	$(BIN)/python -m tests.worker.attention_bench
+	$(BIN)/python -m tests.worker.linear_bench
 	$(BIN)/python -m tests.bench.against_transformers --out build/bench $(BENCH)
 	$(BIN)/python -m tests.bench.static_vs_fifo --out build/bench $(BENCH)
 

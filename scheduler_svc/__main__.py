@@ -19,6 +19,7 @@ from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.engine import Engine
 from scheduler_svc.events import Event, Status
 from scheduler_svc.server import CannotListen, EngineCrashed, serve
+from scheduler_svc.tokenizer import import_ahead
 from scheduler_svc.worker_link import WorkerLink
 
 # Python's own 5 ms is half a step: the engine, which the worker waits for, would stand behind the
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream=sys.stderr,
         )
         prepare_worker_address(config.worker_address)
+        import_ahead()
         asyncio.run(serve(config, lambda *callbacks: make_engine(config, *callbacks), views))
     except (ConfigError, CannotListen, OSError) as error:
         print(f"chairlift scheduler: {error}", file=sys.stderr)

@@ -10,22 +10,25 @@ incremental text (text.py) nor what a request may ask (admission.py).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from jinja2 import TemplateError
 from tokenizers import decoders
-from transformers import PreTrainedTokenizerFast
-from transformers.utils.hub import cached_file
 
 from scheduler_svc.errors import RequestRejected
 from scheduler_svc.text import Decode, Pieces
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +41,18 @@ DEFAULTS_NOW: Final = {
     "min_p": (0.0, 1.0),
 }
 DEFAULTS_LATER: Final = {"repetition_penalty": 1.0}
+
+
+def import_ahead() -> None:
+    """Begin to import transformers in a thread: seconds that nobody need wait for, as a tokenizer
+    is read when a worker has loaded its model. Errors are left to who reads it."""
+    threading.Thread(target=_import_transformers, name="imports").start()
+
+
+def _import_transformers() -> None:
+    with contextlib.suppress(ImportError):
+        from transformers import PreTrainedTokenizerFast  # noqa: F401
+        from transformers.utils.hub import cached_file  # noqa: F401
 
 
 class Tokenizer:
@@ -65,6 +80,8 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str) -> Self:
         """From a folder or a Hub id; raises OSError or ValueError when there is none to load."""
+        from transformers import PreTrainedTokenizerFast  # see import_ahead
+
         try:
             wrapped = PreTrainedTokenizerFast.from_pretrained(path)
         except (OSError, ValueError):
@@ -115,6 +132,8 @@ class Tokenizer:
 
 def _read_json(path: str, name: str) -> dict[str, Any] | None:
     """A JSON object of the model, or None when the model has no such file."""
+    from transformers.utils.hub import cached_file
+
     found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
     if found is None:
         return None
