@@ -28,7 +28,7 @@ demo: $(VENV)/installed
 	$(BIN)/chairlift demo
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --durations 15
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow --timeout 3600

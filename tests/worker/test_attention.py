@@ -119,24 +119,38 @@ def test_writes_land_in_their_slots_and_nowhere_else(kernel):
     assert pools[0].count_nonzero() == 2 * key.numel()
 
 
-def test_several_processes_build_at_once(tmp_path: Path):
+@pytest.fixture
+def small_source(tmp_path: Path) -> Path:
+    """Stands for all kernels, whose build takes seconds."""
+    source = tmp_path / "small.c"
+    source.write_text("int attend(void) { return 0; }")
+    return source
+
+
+def test_several_processes_build_at_once(tmp_path: Path, small_source: Path):
     """Workers that start together share a cache folder: none may load half a library."""
     # build.py needs the standard library only, so it runs by itself, without importing torch
-    program = (
-        "import sys, pathlib; print(kernel_library(pathlib.Path(sys.argv[1])).attend.__name__)"
+    cache = tmp_path / "cache"
+    program = "\n".join(
+        [
+            "import pathlib, runpy, sys",
+            f"build = runpy.run_path({build.__file__!r})['kernel_library']",
+            f"build.__globals__['_SOURCES'] = (pathlib.Path({str(small_source)!r}),)",
+            "print(build(pathlib.Path(sys.argv[1])).attend.__name__)",
+        ]
     )
-    source = f"import runpy, sys; globals().update(runpy.run_path({build.__file__!r})); {program}"
-    command = [sys.executable, "-W", "error", "-c", source, str(tmp_path)]
+    command = [sys.executable, "-W", "error", "-c", program, str(cache)]
     started = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path.parent)
         for _ in range(3)
     ]
     assert [process.communicate(timeout=120)[0] for process in started] == ["attend\n"] * 3
-    assert [path.suffix for path in tmp_path.iterdir()] == [".so"]
+    assert [path.suffix for path in cache.iterdir()] == [".so"]
 
 
-def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path: Path):
+def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path: Path, small_source, monkeypatch):
     """A service account may have no home; the kernel is then built for this process alone."""
+    monkeypatch.setattr(build, "_SOURCES", (small_source,))
     blocker = tmp_path / "file"
     blocker.write_text("a file where the folder should be")
     assert kernel_library(blocker / "cache").attend

@@ -17,7 +17,7 @@ NEED_BFLOAT16 = {"gpt_oss", "phimoe"}
 def test_families_can_be_captured(saved, name):
     """A family that silently runs eager is several times slower on a GPU."""
     dtype = "bfloat16" if name in NEED_BFLOAT16 else "float32"
-    loaded = load(saved(tiny_models.SERVED[name])[0], dtype=dtype)
+    loaded = load(saved(tiny_models.SERVED[name])[0], dtype=dtype, weight_format="unpacked")
     assert why_not_capturable(loaded.model) is None
     # and the look leaves nothing fake behind
     assert all(type(buffer) is torch.Tensor for buffer in loaded.model.buffers())
@@ -33,7 +33,7 @@ def test_families_can_be_captured(saved, name):
 )
 def test_asking_the_device_is_named(saved, asks, operation):
     """Captured all the same, such a forward would crash, or replay one step's value for ever."""
-    loaded = load(saved(tiny_models.llama)[0])
+    loaded = load(saved(tiny_models.llama)[0], weight_format="unpacked")
 
     def hook(_module, _inputs, output):
         asks(output)

@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -35,7 +36,6 @@ _FLAGS: Final = (
     "-fno-trapping-math",
     "-ffp-contract=off",
     "-fPIC",
-    "-shared",
 )
 _BUILD_SECONDS: Final = 120
 
@@ -106,10 +106,16 @@ def _build(folder: Path) -> Path:
     built = folder / "kernels.so"
     errors = ""
     for parallel in (("-fopenmp",), ()):
-        sources = [str(source) for source in _SOURCES]
-        command = [compiler, *_FLAGS, *parallel, "-o", str(built), *sources, "-lm"]
+        compile_one = [compiler, *_FLAGS, *parallel, "-c", "-o"]
+        objects = [str(folder / f"{source.stem}.o") for source in _SOURCES]
         try:
-            subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_SECONDS)
+            with ThreadPoolExecutor() as pool:
+                commands = (
+                    [*compile_one, target, str(source)]
+                    for source, target in zip(_SOURCES, objects, strict=True)
+                )
+                list(pool.map(_run, commands))
+            _run([compiler, "-shared", *parallel, "-o", str(built), *objects, "-lm"])
         except subprocess.CalledProcessError as error:
             errors = errors or error.stderr.decode(errors="replace").strip()
         except subprocess.TimeoutExpired:
@@ -117,6 +123,10 @@ def _build(folder: Path) -> Path:
         else:
             return built
     raise KernelUnavailable(f"{compiler} failed: {errors[-500:]}")
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_SECONDS)
 
 
 def _fingerprint() -> str:
