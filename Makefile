@@ -3,7 +3,7 @@
 #   make test        all tests but the slow ones
 #   make test-slow   the slow ones
 #   make guards      optimised parts against their plain twins: a minute
-#   make bench       README's tables: hours; BENCH="--requests 6 --turns 1" for a taste
+#   make bench       every measurement, long; BENCH="--requests 6 --turns 1" for a taste
 #   make lint        ruff and mypy
 #   make format      let ruff repair what it can
 #   make protos      regenerate protobuf code
@@ -68,7 +68,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 		"Chairlift needs Python 3.11 or newer; this is " + sys.version.split()[0] + \
 		". Say which: make PYTHON=/path/to/python")'
-	@echo "Setting up $(VENV): about 1.5 GB and a few minutes the first time."
+	@echo "Setting up $(VENV): about 2.3 GB and a few minutes the first time."
 	@rm -f $@
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input \

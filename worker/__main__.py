@@ -109,7 +109,7 @@ def import_ahead() -> None:
 
 @contextlib.contextmanager
 def _no_garbage() -> Iterator[None]:
-    """While modules load: they stay, and looking for what does not takes a fifth of the time."""
+    """While modules load: they stay, and looking for what does not takes time."""
     gc.disable()
     try:
         yield

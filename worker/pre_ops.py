@@ -15,6 +15,7 @@ Owns: the order of these copies and the steps. Does not own: the copies (swap.py
 from __future__ import annotations
 
 from collections import deque
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ from worker.swap import SwapPool
 
 _Chunks = npt.NDArray[np.int32]
 
-MOST_IN_FLIGHT = 2  # steps; what is older has finished when a step begins
+MOST_IN_FLIGHT: Final = 2  # steps; what is older has finished when a step begins
 
 
 class PreOps:

@@ -1,8 +1,8 @@
 """Guards of the scheduler: each optimised part against its plain twin, in turns in one run.
 
 `make test` runs both once and compares what they give; `make guards` measures. The least ratios
-are about half of what was measured: a guard is to notice that an optimisation is gone, not that
-a machine is another one.
+lie well below what was measured: a guard is to notice that an optimisation is gone, not that a
+machine is another one.
 """
 
 from __future__ import annotations

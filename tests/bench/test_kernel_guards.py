@@ -105,6 +105,8 @@ def test_fused_layer(num_rows: int, guard: Guard) -> None:
         return hidden.last_hidden_state
 
     torch.testing.assert_close(forward(fused), forward(own), atol=1e-4, rtol=1e-3)
-    guard(lambda: forward(fused), lambda: forward(own), at_least=0.9)  # measured: 1.02 to 1.18
+    guard(
+        lambda: forward(fused), lambda: forward(own), at_least=0.9
+    )  # 1.02 when busy, 1.9 when quiet
     unfuse_model(fused)
     torch.testing.assert_close(forward(fused), forward(own))
