@@ -7,7 +7,7 @@ own: arithmetic (kernels/linear.c, linear_int8.c), or which layers of a model ar
 The bits of a result's row depend on that row and the weights alone, whatever other rows are
 computed with it and on however many threads. Formats, with float32 activations and results:
 
-    float32   as precise as torch's
+    float32   as precise as torch's; stored in the narrowest way that gives every weight back exactly
     float16   weights rounded to 11 bits; half the memory
     int8      weights rounded to 8 bits, one scale per output feature; activations to 16 bits, one
               scale per row; a quarter of the memory
@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from worker.kernels.build import kernel_library
+from worker.weight_storage import PANEL, STORAGES, as_float16, exactly
 
 WEIGHT_FORMATS: Final = ("float32", "float16", "int8")
 
-_PANEL: Final = 16  # PANEL of linear.h
 _PAD: Final = 16  # PAD of linear_int8.c
-_AT_ONCE: Final = 4096  # output features packed at once; a multiple of _PANEL
+_AT_ONCE: Final = 4096  # output features packed at once; a multiple of PANEL
 
 
 class CLinear(ctypes.Structure):
@@ -94,7 +94,7 @@ class PackedLinear(nn.Module):
         self.in_features = weights[0].shape[1]
         self.out_features = sum(len(weight) for weight in weights)
         joined = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-        packed, scale = _packed(joined.detach(), weight_format)
+        self.storage, packed, scale = _packed(joined.detach(), weight_format)
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
         self.register_buffer("bias", self._joined_bias(weights, biases), persistent=False)
@@ -104,7 +104,7 @@ class PackedLinear(nn.Module):
             bias=self.bias.data_ptr(),
             in_features=self.in_features,
             out_features=self.out_features,
-            format=WEIGHT_FORMATS.index(weight_format),
+            format=STORAGES.index(self.storage),
         )
         self.c_pointer = ctypes.addressof(self.c_struct)  # a `struct linear *` for C callers
 
@@ -152,7 +152,7 @@ class PackedLinear(nn.Module):
         self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
     ) -> torch.Tensor:
         """[panels * PANEL], zeros where there is none."""
-        joined = torch.zeros(_up(self.out_features, _PANEL))
+        joined = torch.zeros(_up(self.out_features, PANEL))
         begin = 0
         for weight, bias in zip(weights, biases, strict=True):
             if bias is not None:
@@ -161,32 +161,28 @@ class PackedLinear(nn.Module):
         return joined
 
 
-def _packed(weight: torch.Tensor, weight_format: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[out, in] as linear.h wants it, and int8's scales. In parts, so that a large lm_head needs
-    no second copy while it is packed."""
+def _packed(
+    weight: torch.Tensor, weight_format: str
+) -> tuple[str, torch.Tensor, torch.Tensor | None]:
+    """[out, in] as linear.h wants it: its storage, its bytes, and int8's scales."""
+    if weight_format == "float32":
+        return *exactly(weight), None
+    if weight_format == "float16":
+        return "float16", as_float16(weight), None
+    return "int8", *_as_int8(weight)
+
+
+def _as_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     out_features, in_features = weight.shape
-    panels = -(-out_features // _PANEL)
-    scale = None
-    if weight_format == "int8":
-        pairs = _up(in_features, _PAD) // 2
-        packed = torch.zeros(panels, pairs, _PANEL, 2, dtype=torch.int8)
-        scale = torch.zeros(panels * _PANEL)
-    else:
-        dtype = torch.float16 if weight_format == "float16" else torch.float32
-        packed = torch.empty(panels, in_features, _PANEL, dtype=dtype)
+    panels = -(-out_features // PANEL)
+    packed = torch.zeros(panels, _up(in_features, _PAD) // 2, PANEL, 2, dtype=torch.int8)
+    scale = torch.zeros(panels * PANEL)
     for first in range(0, out_features, _AT_ONCE):
         part = weight[first : first + _AT_ONCE]
-        here = packed[first // _PANEL : -(-(first + len(part)) // _PANEL)]
-        if scale is not None:
-            part, scale[first : first + len(part)] = _quantised(part)
-            part = F.pad(part, (0, 2 * here.shape[1] - in_features))
-        elif weight_format == "float16":
-            part = _halved(part)
-        part = F.pad(part, (0, 0, 0, _PANEL * len(here) - len(part)))
-        by_panel = part.view(len(here), _PANEL, -1)
-        if scale is not None:
-            by_panel = by_panel.unflatten(2, (-1, 2))
-        here.copy_(by_panel.transpose(1, 2))
+        here = packed[first // PANEL : -(-(first + len(part)) // PANEL)]
+        part, scale[first : first + len(part)] = _quantised(part)
+        part = F.pad(part, (0, 2 * here.shape[1] - in_features, 0, PANEL * len(here) - len(part)))
+        here.copy_(part.view(len(here), PANEL, -1).unflatten(2, (-1, 2)).transpose(1, 2))
     return packed, scale
 
 
@@ -197,15 +193,6 @@ def _quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise ValueError("a weight is not finite, so it has no int8 value")
     steps = torch.where(largest > 0, 127 / largest, 0)
     return (weight * steps[:, None]).round().to(torch.int8), largest / 127
-
-
-def _halved(weight: torch.Tensor) -> torch.Tensor:
-    halved = weight.half()
-    if not torch.isfinite(halved).all():
-        raise ValueError(
-            f"a weight is {weight.abs().max():g}; float16 reaches {torch.finfo(torch.half).max:g}"
-        )
-    return halved
 
 
 def _up(number: int, multiple: int) -> int:

@@ -1,9 +1,10 @@
-/* Linear layers over weights packed once: float32 and float16 weights, float32 arithmetic.
+/* Linear layers over weights packed once, in float32 arithmetic, whatever the weights are stored as.
  *
- * Each thread computes its own run of panels (PANEL output features) for all rows. A slice, SLICE
- * input features of a panel, is read into the first-level cache once and used by one tile of up to
- * TILE_ROWS rows after the other; meanwhile the next slice is fetched. Long inputs and many rows are
- * cut further, so that the rows in use stay in the second-level cache.
+ * Each thread computes its own run of panels (PANEL output features) for all rows. The rows are
+ * copied once into the order in which they are read, as many of them as a second-level cache holds.
+ * Of a panel a slice of its input features at a time is widened to float32, if it is stored as less,
+ * and stays in the first-level cache for all rows: tiles of up to TILE_ROWS rows are multiplied with
+ * it, their sums in registers, while the next slice is fetched.
  *
  * A result is one chain of fused multiply-adds, from the bias on, over the input features in their
  * order; a cut stores the chain's float32 value and takes it up again. So its bits depend on its row
@@ -11,164 +12,107 @@
  */
 #include "linear.h"
 
+#include "threads.h"
 #include "vectors.h"
-
-#ifdef _OPENMP
-#include <omp.h>
-#else
-static int omp_get_thread_num(void) { return 0; }
-static int omp_get_num_threads(void) { return 1; }
-#endif
+#include "weights.h"
 
 #define TILE_ROWS 6
-#define SLICE 256             /* x PANEL floats: half of a first-level cache */
-#define LONGEST 1024          /* input features that are gone through at once */
-#define ROW_BYTES (256 << 10) /* of rows that are gone through at once */
-#define ALONE (1 << 17)       /* activations that one thread prepares before the others start */
+#define SLICE 192            /* input features; x PANEL floats are a third of a first-level cache */
+#define LONGEST 1024         /* input features that are gone through at once */
+#define ROW_FLOATS (64 << 10) /* of rows that are gone through at once */
+#define MOST_ROWS 128
+#define ALONE (1 << 17)      /* activations that one thread prepares before the others start */
 
-struct tile { /* [rows][features] x [features][PANEL]; `start` is where the sums begin */
-  const float *x, *start;
-  float *out;
-  int64_t x_stride, start_stride, out_stride;
-};
-
-INLINE void load_panel(const void *weight, int k, int format, vec w[2]) {
-#ifdef __F16C__
-  if (format == WEIGHT_FLOAT16) {
-    const __m128i *half = (const __m128i *)weight + 2 * k;
-    w[0] = _mm256_cvtph_ps(half[0]);
-    w[1] = _mm256_cvtph_ps(half[1]);
-    return;
-  }
-#endif
-  (void)format;
-  w[0] = ((const vec *)weight)[2 * k];
-  w[1] = ((const vec *)weight)[2 * k + 1];
-  IN_REGISTER(w[0]); /* else they are read from memory again for every row */
-  IN_REGISTER(w[1]);
-}
-
-/* `rows` and `format` are constants where it is called; fetches 32 bytes of `ahead` per feature */
-INLINE void multiply(int rows, int format, const struct tile *t, const void *weight, int features,
+/* sums[rows][PANEL] += x[features][rows] * weight[features][PANEL], one feature after the other.
+ * `rows` is a constant where it is called. Fetches a line of `ahead` for every four features. */
+INLINE void multiply(int rows, const float *x, const vec *weight, int features, float *to,
                      const char *ahead) {
-  vec sums[TILE_ROWS][2], w[2];
+  vec sums[TILE_ROWS][2];
   for (int r = 0; r < rows; r++)
-    for (int c = 0; c < 2; c++) sums[r][c] = load(t->start + r * t->start_stride + c * LANES);
-  const float *x = t->x;
-  const int64_t stride = t->x_stride;
+    for (int c = 0; c < 2; c++) sums[r][c] = load(to + r * PANEL + c * LANES);
   int k = 0;
   for (; k + 4 <= features; k += 4) {
-    if (ahead) {
-      __builtin_prefetch(ahead + k * 32, 0, 2);
-      __builtin_prefetch(ahead + k * 32 + 64, 0, 2);
-    }
+    __builtin_prefetch(ahead + k * 16, 0, 2);
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-      load_panel(weight, k + j, format, w);
+    for (int j = k; j < k + 4; j++) {
+      vec w[2] = {weight[2 * j], weight[2 * j + 1]};
+      IN_REGISTER(w[0]); /* else they are read from memory again for every row */
+      IN_REGISTER(w[1]);
       for (int r = 0; r < rows; r++) {
-        const vec value = splat(x[r * stride + k + j]);
+        const vec value = splat(x[j * rows + r]);
         sums[r][0] = fma8(value, w[0], sums[r][0]);
         sums[r][1] = fma8(value, w[1], sums[r][1]);
       }
     }
   }
-  for (; k < features; k++) {
-    load_panel(weight, k, format, w);
+  for (; k < features; k++)
     for (int r = 0; r < rows; r++) {
-      const vec value = splat(x[r * stride + k]);
-      sums[r][0] = fma8(value, w[0], sums[r][0]);
-      sums[r][1] = fma8(value, w[1], sums[r][1]);
+      const vec value = splat(x[k * rows + r]);
+      sums[r][0] = fma8(value, weight[2 * k], sums[r][0]);
+      sums[r][1] = fma8(value, weight[2 * k + 1], sums[r][1]);
     }
-  }
   for (int r = 0; r < rows; r++)
-    for (int c = 0; c < 2; c++) store(t->out + r * t->out_stride + c * LANES, sums[r][c]);
+    for (int c = 0; c < 2; c++) store(to + r * PANEL + c * LANES, sums[r][c]);
 }
 
-INLINE void multiply_rows(int rows, int format, const struct tile *t, const void *weight,
-                          int features, const char *ahead) {
+static void multiply_tile(int rows, const float *x, const float *weight, int features, float *to,
+                          const char *ahead) {
+  const vec *w = (const vec *)weight;
   switch (rows) {
-    case 1: multiply(1, format, t, weight, features, ahead); break;
-    case 2: multiply(2, format, t, weight, features, ahead); break;
-    case 3: multiply(3, format, t, weight, features, ahead); break;
-    case 4: multiply(4, format, t, weight, features, ahead); break;
-    case 5: multiply(5, format, t, weight, features, ahead); break;
-    default: multiply(6, format, t, weight, features, ahead);
+    case 1: multiply(1, x, w, features, to, ahead); break;
+    case 2: multiply(2, x, w, features, to, ahead); break;
+    case 3: multiply(3, x, w, features, to, ahead); break;
+    case 4: multiply(4, x, w, features, to, ahead); break;
+    case 5: multiply(5, x, w, features, to, ahead); break;
+    default: multiply(6, x, w, features, to, ahead);
   }
 }
-
-static void multiply_float32(int rows, const struct tile *t, const void *weight, int features,
-                             const char *ahead) {
-  multiply_rows(rows, WEIGHT_FLOAT32, t, weight, features, ahead);
-}
-
-static void multiply_float16(int rows, const struct tile *t, const void *weight, int features) {
-  multiply_rows(rows, WEIGHT_FLOAT16, t, weight, features, NULL);
-}
-
-#ifdef __F16C__
-#define MULTIPLIES_FLOAT16 1
-#else
-#define MULTIPLIES_FLOAT16 0 /* widened first, always */
-#endif
 
 /* ---- a thread's share ------------------------------------------------------------------- */
 
-struct piece { /* one slice of one panel, for rows [first, last) */
-  int64_t panel, feature, first, last;
-  int features, is_start; /* is_start: nothing has been summed yet */
+static int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* at most `most`, all about as long, a multiple of BLOCK */
+static int64_t cut(int64_t features, int64_t most) {
+  return divided(divided(features, divided(features, most)), BLOCK) * BLOCK;
+}
+
+/* some rows, cut into `tiles` of about the same height */
+struct rows {
+  int64_t count, tiles;
 };
 
-static void piece_of_rows(const struct linear *layer, const float *x, int64_t x_stride, float *out,
-                          int64_t out_stride, int accumulate, const struct piece *p) {
-  const int64_t rows = p->last - p->first, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-  const int64_t left = layer->out_features - p->panel * PANEL;
-  const int width = left < PANEL ? (int)left : PANEL;
-  const int is_half = layer->format == WEIGHT_FLOAT16, size = is_half ? 2 : 4;
-  const int64_t offset = (p->panel * layer->in_features + p->feature) * PANEL * size;
-  const char *weight = (const char *)layer->weight + offset;
-  const char *next = weight + p->features * PANEL * size;
-  const float *bias = layer->bias + p->panel * PANEL;
-  float widened[SLICE * PANEL] __attribute__((aligned(64)));
-  float copy[TILE_ROWS * PANEL] __attribute__((aligned(64)));
-  int directly_half = 0;
-  if (is_half) {
-    directly_half = MULTIPLIES_FLOAT16 && tiles == 1;
-    if (!directly_half) {
-      widen(weight, widened, p->features * PANEL, FLOAT16);
-      weight = (const char *)widened;
-    }
-  }
-  for (int64_t i = 0; i < tiles; i++) {
-    const int64_t row = p->first + rows * i / tiles, end = p->first + rows * (i + 1) / tiles;
-    const int count = (int)(end - row);
-    float *to = out + row * out_stride + p->panel * PANEL;
-    struct tile t = {x + row * x_stride + p->feature, to, to, x_stride, out_stride, out_stride};
-    const int copies = width < PANEL || (p->is_start && accumulate);
-    if (copies) { /* a panel that is not full must not touch what lies behind it */
-      for (int r = 0; r < count; r++)
-        for (int c = 0; c < width; c++) {
-          const float before = p->is_start && !accumulate ? 0.0f : to[r * out_stride + c];
-          copy[r * PANEL + c] = p->is_start ? before + bias[c] : before;
-        }
-      t.start = t.out = copy;
-      t.start_stride = t.out_stride = PANEL;
-    } else if (p->is_start) {
-      t.start = bias;
-      t.start_stride = 0;
-    }
-    if (directly_half) {
-      multiply_float16(count, &t, weight, p->features);
-    } else { /* the first tiles fetch the next slice; alone, the hardware does it better */
-      const char *ahead = tiles > 1 && i < size / 2 ? next + i * p->features * 32 : NULL;
-      multiply_float32(count, &t, weight, p->features, ahead);
-    }
-    if (copies)
-      for (int r = 0; r < count; r++)
-        memcpy(to + r * out_stride, copy + r * PANEL, sizeof(float) * (size_t)width);
+static int64_t tile_start(struct rows rows, int64_t tile) { return rows.count * tile / rows.tiles; }
+
+/* x[rows][features] -> [tiles][features][rows of the tile] */
+static void pack_rows(const float *x, int64_t x_stride, struct rows rows, int64_t features,
+                      float *packed) {
+  for (int64_t tile = 0; tile < rows.tiles; tile++) {
+    const int64_t row = tile_start(rows, tile), count = tile_start(rows, tile + 1) - row;
+    for (int64_t r = 0; r < count; r++)
+      for (int64_t k = 0; k < features; k++) packed[k * count + r] = x[(row + r) * x_stride + k];
+    packed += features * count;
   }
 }
 
-static int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
+/* sums[rows][PANEL] += packed rows * a panel's `features` from `stored` on; `next` is what follows */
+static void multiply_panel(int64_t format, const char *stored, const char *next, struct rows rows,
+                           const float *packed, int64_t features, float *sums) {
+  float widened[SLICE * PANEL] __attribute__((aligned(64)));
+  const int64_t slice = cut(features, SLICE), size = panel_bytes(format, 1);
+  for (int64_t k = 0; k < features; k += slice) {
+    const int64_t width = k + slice < features ? slice : features - k;
+    const float *weight = widen_panel(format, stored + k * size, (int)width, widened);
+    const char *ahead = k + slice < features ? stored + (k + slice) * size : next;
+    for (int64_t tile = 0; tile < rows.tiles; tile++) {
+      const int64_t row = tile_start(rows, tile), count = tile_start(rows, tile + 1) - row;
+      multiply_tile((int)count, packed + row * features + k * count, weight, (int)width,
+                    sums + row * PANEL, ahead);
+      if (ahead != (const char *)weight) ahead += width * 16;
+      if (tile + 1 >= size / 16) ahead = (const char *)weight; /* the next slice has been fetched */
+    }
+  }
+}
 
 void linear_share(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows,
                   float *out, int64_t out_stride, int accumulate, const void *scratch, int thread,
@@ -179,24 +123,32 @@ void linear_share(const struct linear *layer, const float *x, int64_t x_stride, 
   }
   const int64_t panels = divided(layer->out_features, PANEL), features = layer->in_features;
   const int64_t from = panels * thread / num_threads, to = panels * (thread + 1) / num_threads;
-  const int64_t longest = divided(features, divided(features, LONGEST));
-  const int64_t slice = divided(longest, divided(longest, SLICE));
-  const int64_t fitting = ROW_BYTES / (4 * longest), blocks = divided(rows, fitting);
+  const int64_t size = panel_bytes(layer->format, 1), longest = cut(features, LONGEST);
+  const int64_t fitting = ROW_FLOATS / longest < MOST_ROWS ? ROW_FLOATS / longest : MOST_ROWS;
+  const int64_t blocks = divided(rows, fitting);
+  float packed[ROW_FLOATS] __attribute__((aligned(64)));
+  float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));
   for (int64_t begin = 0; begin < features; begin += longest) {
-    const int64_t stop = begin + longest < features ? begin + longest : features;
-    for (int64_t block = 0; block < blocks; block++)
-      for (int64_t panel = from; panel < to; panel++)
-        for (int64_t feature = begin; feature < stop; feature += slice) {
-          const struct piece p = {
-              .panel = panel,
-              .feature = feature,
-              .first = rows * block / blocks,
-              .last = rows * (block + 1) / blocks,
-              .features = (int)(feature + slice < stop ? slice : stop - feature),
-              .is_start = feature == 0,
-          };
-          piece_of_rows(layer, x, x_stride, out, out_stride, accumulate, &p);
-        }
+    const int64_t width = begin + longest < features ? longest : features - begin;
+    for (int64_t block = 0; block < blocks; block++) {
+      const int64_t first = rows * block / blocks, count = rows * (block + 1) / blocks - first;
+      const struct rows here = {count, divided(count, TILE_ROWS)};
+      pack_rows(x + first * x_stride + begin, x_stride, here, width, packed);
+      for (int64_t panel = from; panel < to; panel++) {
+        const char *stored = (const char *)layer->weight + (panel * features + begin) * size;
+        float *place = out + first * out_stride + panel * PANEL;
+        const int64_t left = layer->out_features - panel * PANEL;
+        const int columns = left < PANEL ? (int)left : PANEL;
+        const float *bias = layer->bias + panel * PANEL;
+        const int is_start = begin == 0, is_added = !is_start || accumulate;
+        for (int64_t r = 0; r < count; r++)
+          for (int c = 0; c < columns; c++)
+            sums[r * PANEL + c] = (is_start ? bias[c] : 0.0f) + (is_added ? place[r * out_stride + c] : 0.0f);
+        multiply_panel(layer->format, stored, stored + features * size, here, packed, width, sums);
+        for (int64_t r = 0; r < count; r++)
+          memcpy(place + r * out_stride, sums + r * PANEL, sizeof(float) * (size_t)columns);
+      }
+    }
   }
 }
 

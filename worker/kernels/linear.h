@@ -11,7 +11,16 @@
 
 #define PANEL 16
 
-enum { WEIGHT_FLOAT32 = 0, WEIGHT_FLOAT16 = 1, WEIGHT_INT8 = 2 };
+#define BLOCK 32
+
+enum {
+  WEIGHT_FLOAT32 = 0,
+  WEIGHT_FLOAT16 = 1,
+  WEIGHT_INT8 = 2,
+  WEIGHT_BFLOAT16 = 3,
+  WEIGHT_BLOCKS4 = 4,
+  WEIGHT_BLOCKS8 = 5,
+};
 
 struct linear { /* mirrored by a ctypes structure in packed_linear.py */
   const void *weight;

@@ -1,0 +1,134 @@
+"""How the weights of a packed layer are stored: panel by panel, in the order in which C reads them.
+
+Owns: the layouts of kernels/linear.h and weights.h, and finding the narrowest one that gives every
+weight of a layer back exactly. Does not own: int8 with its quantised activations and what a layer
+does with its weights (packed_linear.py).
+
+A layer whose checkpoint was narrower than float32 holds no more than that afterwards: bfloat16
+checkpoints have 16 bits that are zero, those out of GGUF files are a step and an offset for 32
+weights and four or eight bits for each. Stored as what they are, they come out of the kernel with
+the bits of the float32 weight, and a third to a sixth of the memory is read for every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+
+PANEL: Final = 16  # output features that lie together; PANEL of linear.h
+BLOCK: Final = 32  # input features that share a step and an offset; BLOCK of linear.h
+_AT_ONCE: Final = 4096  # output features encoded at once; a multiple of PANEL
+
+# enum of linear.h
+STORAGES: Final = ("float32", "float16", "int8", "bfloat16", "blocks4", "blocks8")
+
+Encode = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+def exactly(weight: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """The narrowest storage that holds float32 [out, in] exactly, and its bytes, uint8."""
+    for storage, encode in _EXACT.items():
+        stored = _encoded(weight, encode)
+        if stored is not None:
+            return storage, stored
+    raise AssertionError("float32 holds every float32")
+
+
+def as_float16(weight: torch.Tensor) -> torch.Tensor:
+    """float32 [out, in], rounded to float16: its bytes, uint8."""
+    halved = weight.half()
+    if not torch.isfinite(halved).all():
+        raise ValueError(
+            f"a weight is {weight.abs().max():g}; float16 reaches {torch.finfo(torch.half).max:g}"
+        )
+    stored = _encoded(halved, _plain)
+    assert stored is not None
+    return stored
+
+
+def _encoded(weight: torch.Tensor, encode: Encode) -> torch.Tensor | None:
+    """[panels][...]; None if a weight does not fit the storage. In parts, so that a large lm_head
+    needs no second copy while it is packed."""
+    parts = []
+    for first in range(0, len(weight), _AT_ONCE):
+        part = weight[first : first + _AT_ONCE]
+        part = F.pad(part, (0, 0, 0, -len(part) % PANEL))
+        encoded = encode(part.view(-1, PANEL, part.shape[1]))
+        if encoded is None:
+            return None
+        parts.append(encoded.reshape(-1).view(torch.uint8))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+# ---- encodings: [panels, PANEL, features] -> their bytes, or None ------------------
+
+
+def _plain(part: torch.Tensor) -> torch.Tensor:
+    return part.transpose(1, 2).contiguous()
+
+
+def _as_bfloat16(part: torch.Tensor) -> torch.Tensor | None:
+    halved = part.bfloat16()
+    return _plain(halved) if torch.equal(halved.float(), part) else None
+
+
+def _as_float16(part: torch.Tensor) -> torch.Tensor | None:
+    halved = part.half()
+    return _plain(halved) if torch.equal(halved.float(), part) else None
+
+
+def _as_blocks4(part: torch.Tensor) -> torch.Tensor | None:
+    """Blocks of GGUF's Q4_1: the least weight has code 0, the largest 15."""
+    if part.shape[2] % BLOCK:
+        return None
+    blocks = part.unflatten(2, (-1, BLOCK))
+    low, high = blocks.aminmax(dim=3)
+    step, offset = ((high - low) / 15).half(), low.half()
+    codes = _codes(blocks, step, offset, 0, 15)
+    if codes is None:
+        return None
+    pairs = codes.to(torch.uint8).permute(0, 2, 3, 1).unflatten(2, (-1, 2))
+    return torch.cat(
+        [_bytes(step), _bytes(offset), (pairs[..., 0, :] | pairs[..., 1, :] << 4).flatten(2)], dim=2
+    )
+
+
+def _as_blocks8(part: torch.Tensor) -> torch.Tensor | None:
+    """Blocks of GGUF's Q8_0: the largest weight has code 127 or -127; no offset."""
+    if part.shape[2] % BLOCK:
+        return None
+    blocks = part.unflatten(2, (-1, BLOCK))
+    step = (blocks.abs().amax(dim=3) / 127).half()
+    codes = _codes(blocks, step, torch.zeros_like(step), -127, 127)
+    if codes is None:
+        return None
+    by_feature = codes.to(torch.int8).permute(0, 2, 3, 1).flatten(2)
+    return torch.cat([_bytes(step), by_feature.view(torch.uint8)], dim=2)
+
+
+def _codes(
+    blocks: torch.Tensor, step: torch.Tensor, offset: torch.Tensor, least: int, most: int
+) -> torch.Tensor | None:
+    """float32 [panels, PANEL, blocks, BLOCK], if step * code + offset is every weight exactly."""
+    wide, shift = step.float()[..., None], offset.float()[..., None]
+    codes = ((blocks - shift) / wide).round_().nan_to_num_(0.0).clamp_(least, most)
+    # a step times a code is exact in float32, so this rounds once, as the kernel does
+    return codes if torch.equal(codes * wide + shift, blocks) else None
+
+
+def _bytes(halves: torch.Tensor) -> torch.Tensor:
+    """float16 [panels, PANEL, blocks] -> uint8 [panels, blocks, 2 PANEL]"""
+    return halves.transpose(1, 2).contiguous().view(torch.uint8)
+
+
+_EXACT: Final[dict[str, Encode]] = {  # the narrowest first
+    "blocks4": _as_blocks4,
+    "blocks8": _as_blocks8,
+    "bfloat16": _as_bfloat16,
+    "float16": _as_float16,
+    "float32": _plain,
+}
+
