@@ -9,8 +9,8 @@ computed with it and on however many threads. Formats, with float32 activations 
 
     float32   as precise as torch's; stored in the narrowest way that gives every weight back exactly
     float16   weights rounded to 11 bits; half the memory
-    int8      weights rounded to 8 bits, one scale per output feature; activations to 16 bits, one
-              scale per row; a quarter of the memory
+    int8      weights rounded to 8 bits, one scale per output feature; activations to 7 bits, one
+              scale for 64 of a row; a quarter of the memory
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from worker.weight_storage import PANEL, STORAGES, as_float16, exactly
 
 WEIGHT_FORMATS: Final = ("float32", "float16", "int8")
 
-_PAD: Final = 16  # PAD of linear_int8.c
+_GROUP, _OFFSET = 64, 64  # GROUP and OFFSET of linear_int8.c
 _AT_ONCE: Final = 4096  # output features packed at once; a multiple of PANEL
 
 
@@ -173,16 +173,20 @@ def _packed(
 
 
 def _as_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[panels][groups] of linear_int8.c's struct group, uint8, and float32 scales."""
     out_features, in_features = weight.shape
-    panels = -(-out_features // PANEL)
-    packed = torch.zeros(panels, _up(in_features, _PAD) // 2, PANEL, 2, dtype=torch.int8)
+    panels, groups = -(-out_features // PANEL), -(-in_features // _GROUP)
+    packed = torch.empty(panels, groups, 4 * PANEL + _GROUP * PANEL, dtype=torch.uint8)
     scale = torch.zeros(panels * PANEL)
     for first in range(0, out_features, _AT_ONCE):
         part = weight[first : first + _AT_ONCE]
         here = packed[first // PANEL : -(-(first + len(part)) // PANEL)]
         part, scale[first : first + len(part)] = _quantised(part)
-        part = F.pad(part, (0, 2 * here.shape[1] - in_features, 0, PANEL * len(here) - len(part)))
-        here.copy_(part.view(len(here), PANEL, -1).unflatten(2, (-1, 2)).transpose(1, 2))
+        part = F.pad(part, (0, groups * _GROUP - in_features, 0, PANEL * len(here) - len(part)))
+        by_group = part.view(len(here), PANEL, groups, _GROUP // 4, 4).permute(0, 2, 3, 1, 4)
+        starts = by_group.sum(dim=(2, 4), dtype=torch.int32) * -_OFFSET
+        here[..., : 4 * PANEL] = starts.view(torch.uint8)
+        here[..., 4 * PANEL :] = by_group.flatten(2).view(torch.uint8)
     return packed, scale
 
 

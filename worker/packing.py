@@ -12,6 +12,7 @@ Owns: which layers are replaced, and what is said about it. Does not own: the pa
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -93,11 +94,13 @@ def _replace(model: PreTrainedModel, weight_format: str, progress: Callable[[flo
         done += weight.numel()
         del module, weight  # gives the original back, unless an embedding shares it
         progress(done / total)
+    storages = Counter(layer.storage for layer in packed.values())
     left = sum(isinstance(module, nn.Linear | Conv1D) for module in model.modules())
     _logger.info(
-        "packed %d linear layers as %s: weights %.0f MiB before, %.0f MiB now%s",
+        "packed %d linear layers as %s (%s): weights %.0f MiB before, %.0f MiB now%s",
         len(packed),
         weight_format,
+        ", ".join(f"{count} stored as {storage}" for storage, count in storages.items()),
         before / 2**20,
         _bytes(model) / 2**20,
         f"; {left} others stay as they are" if left else "",

@@ -131,4 +131,3 @@ _EXACT: Final[dict[str, Encode]] = {  # the narrowest first
     "float16": _as_float16,
     "float32": _plain,
 }
-

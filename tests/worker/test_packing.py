@@ -37,7 +37,7 @@ def test_tokens_are_those_of_the_plain_twin(served, prompts, make):
         torch.testing.assert_close(one.logits, other.logits, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("weight_format", "bound"), [("float16", 4e-3), ("int8", 0.3)])
+@pytest.mark.parametrize(("weight_format", "bound"), [("float16", 4e-3), ("int8", 0.6)])
 @pytest.mark.parametrize("make", [tiny_models.llama, tiny_models.gpt2, tiny_models.gemma2])
 def test_rounded_weights_stay_close(served, prompts, make, weight_format, bound):
     """Rounding is small and not a bug: the logits of the prompts' last tokens keep their order of
@@ -80,7 +80,7 @@ def test_originals_are_given_back_and_the_embedding_stays():
     gc.collect()
     assert of_layer() is None
     assert torch.equal(model.model.embed_tokens.weight, table)
-    assert model.lm_head.packed.dtype == torch.int8
+    assert model.lm_head.storage == "int8"
 
 
 def test_progress_and_one_line_that_says_what_was_done(saved, caplog):

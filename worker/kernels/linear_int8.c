@@ -1,167 +1,206 @@
-/* Linear layers over int8 weights (linear.h): 8 bits per weight, 16 per activation.
+/* Linear layers over int8 weights (linear.h): 8 bits per weight, 7 per activation.
  *
- * Weights have one scale per output feature. Each row of activations is quantised when it comes, by
- * its own largest value, to 16 bits: multiplying 16-bit pairs into 32-bit sums is as fast here as
- * multiplying bytes, never saturates, and leaves the error to the weights alone. A sum over SLICE
- * features cannot overflow (512 * 127 * 32767 < 2^31) and is exact; slices are added up in float32
+ * Weights have one scale per output feature. Each row of activations is quantised when it comes, GROUP
+ * features at a time, by the largest value among them, so that one large value does not take the
+ * others' bits. Codes are -63 to 63, kept as 1 to 127: then a byte times a byte, twice, fits the 16
+ * bits in which AVX2 adds such pairs (2 * 127 * 127 < 2^15). What the offset of 64 adds lies ready
+ * with the weights, as the start of every sum. A group's sum is exact; groups are added up in float32
  * in their order. So the bits of a result depend on its row and its weights alone.
  *
- * Scratch: one scale per row, then the rows, [rows][features rounded up to PAD] int16.
+ * Scratch, with rows cut into tiles: scales [tile][group][rows of the tile], then
+ * codes [tile][group][QUADS][rows of the tile][4].
  */
 #include "linear.h"
 
 #include "vectors.h"
 
-#define TILE_ROWS 6
-#define SLICE 512
-#define PAD 16
+#define TILE_ROWS 5
+#define GROUP 64 /* input features that share a scale of activations */
+#define QUADS (GROUP / 4)
+#define AT_ONCE 8 /* groups of a panel that stay in the first-level cache for all rows */
 #define ROW_BYTES (256 << 10) /* of rows that are gone through at once: they stay in a cache */
-#define LARGEST 32767.0f
-#define SMALLEST 1e-33f /* LARGEST / SMALLEST is finite */
+#define MOST_TILES 64
+#define OFFSET 64
+#define LARGEST 63.0f
+#define SMALLEST 1e-36f /* LARGEST / SMALLEST is finite */
 #define ALIGNED(bytes) (((bytes) + 63) / 64 * 64)
 
-static int64_t padded(int64_t features) { return (features + PAD - 1) / PAD * PAD; }
+struct group { /* of a panel */
+  int32_t start[PANEL]; /* -OFFSET times the sum of its weights */
+  int8_t weight[QUADS][PANEL][4];
+};
+
+static int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+static int64_t groups_of(const struct linear *layer) { return divided(layer->in_features, GROUP); }
+
+/* ---- activations ------------------------------------------------------------------------ */
+
+struct tiles { /* all rows of a call, and where their scratch lies */
+  int64_t rows, count, groups;
+  float *scales;
+  uint8_t *codes;
+};
+
+static struct tiles tiles_in(const struct linear *layer, int64_t rows, const void *scratch) {
+  const int64_t groups = groups_of(layer);
+  float *scales = (float *)scratch;
+  uint8_t *codes = (uint8_t *)scratch + ALIGNED(sizeof(float) * (size_t)(rows * groups));
+  return (struct tiles){rows, divided(rows, TILE_ROWS), groups, scales, codes};
+}
+
+static int64_t first_row(const struct tiles *tiles, int64_t tile) {
+  return tiles->rows * tile / tiles->count;
+}
 
 size_t int8_scratch(const struct linear *layer, int64_t rows) {
-  return ALIGNED(sizeof(float) * (size_t)rows) +
-         sizeof(int16_t) * (size_t)(rows * padded(layer->in_features));
+  const int64_t groups = groups_of(layer);
+  return ALIGNED(sizeof(float) * (size_t)(rows * groups)) + (size_t)(rows * groups * GROUP);
 }
 
-static int16_t *rows_in(const struct linear *layer, const void *scratch, int64_t rows, int64_t row) {
-  int16_t *first = (int16_t *)((char *)scratch + ALIGNED(sizeof(float) * (size_t)rows));
-  return first + row * padded(layer->in_features);
-}
-
-/* Quantise one row; returns its scale. One that is not finite gets the scale NaN, so that whoever
- * looks for such rows finds it; one too small to be divided by becomes zeros. */
-static float quantise(const float *x, int64_t features, int16_t *to) {
-  const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+/* Quantise `features` <= GROUP values to codes `stride` quads apart; returns their scale. Values of
+ * which one is not finite get the scale NaN, so that whoever looks for such rows finds it; those too
+ * small to be divided by become zeros. */
+static float quantise(const float *x, int features, uint8_t *to, int64_t stride) {
+  const float shift = 12582912.0f + OFFSET; /* 1.5 * 2^23: adding it rounds to an integer */
+  float values[GROUP] = {0};
+  memcpy(values, x, sizeof(float) * (size_t)features);
   vec top = splat(0.0f), odds = splat(0.0f);
-  int64_t k = 0;
-  for (; k + LANES <= features; k += LANES) {
-    const vec value = load(x + k), size = (vec)((ivec)value & 0x7fffffff);
+  for (int k = 0; k < GROUP; k += LANES) {
+    const vec value = load(values + k), size = (vec)((ivec)value & 0x7fffffff);
     top = pick(size > top, size, top);
     odds += value * splat(0.0f);
   }
-  float largest = max_lanes(top), odd = sum_lanes(odds); /* odd: 0; NaN after infinity or NaN */
-  for (; k < features; k++) {
-    const float size = x[k] < 0 ? -x[k] : x[k];
-    largest = size > largest ? size : largest;
-    odd += x[k] * 0.0f;
-  }
+  const float largest = max_lanes(top), odd = sum_lanes(odds); /* odd: 0, or NaN */
   const int is_usable = odd == 0 && largest > SMALLEST;
-  const float inverse = is_usable ? LARGEST / largest : 0.0f;
-  for (k = 0; k < features; k++)
-    to[k] = is_usable ? (int16_t)(x[k] * inverse + shift - shift) : 0;
-  for (; k < padded(features); k++) to[k] = 0;
+  const vec inverse = splat(is_usable ? LARGEST / largest : 0.0f);
+  uint8_t codes[GROUP];
+  for (int k = 0; k < GROUP; k += LANES) {
+    const vec value = is_usable ? load(values + k) : splat(0.0f);
+    const ivec code = (ivec)(value * inverse + splat(shift)); /* the low bits of the mantissa */
+    for (int i = 0; i < LANES; i++) codes[k + i] = (uint8_t)code[i];
+  }
+  for (int q = 0; q < QUADS; q++) memcpy(to + q * stride * 4, codes + q * 4, 4);
   return is_usable ? largest / LARGEST : odd;
 }
 
 void int8_prepare(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows,
                   void *scratch, int thread, int num_threads) {
+  const struct tiles tiles = tiles_in(layer, rows, scratch);
   const int64_t from = rows * thread / num_threads, to = rows * (thread + 1) / num_threads;
-  for (int64_t row = from; row < to; row++)
-    ((float *)scratch)[row] =
-        quantise(x + row * x_stride, layer->in_features, rows_in(layer, scratch, rows, row));
+  for (int64_t row = from; row < to; row++) {
+    const int64_t tile = ((row + 1) * tiles.count - 1) / rows, first = first_row(&tiles, tile);
+    const int64_t height = first_row(&tiles, tile + 1) - first;
+    for (int64_t group = 0; group < tiles.groups; group++) {
+      const int64_t left = layer->in_features - group * GROUP;
+      const int64_t place = first * tiles.groups + group * height; /* in rows of one group */
+      tiles.scales[place + row - first] =
+          quantise(x + row * x_stride + group * GROUP, left < GROUP ? (int)left : GROUP,
+                   tiles.codes + place * GROUP + (row - first) * 4, height);
+    }
+  }
 }
 
-/* sums[r][c] of `pairs` pairs of features; `rows` is a constant where it is called */
-INLINE void multiply(int rows, const int16_t *x, int64_t stride, const int8_t *weight, int pairs,
-                     const char *ahead, ivec sums[TILE_ROWS][2]) {
+/* ---- products --------------------------------------------------------------------------- */
+
+/* sums[rows][PANEL] += scale * codes * weights, one group after the other; `rows` is a constant where
+ * it is called. Fetches a quarter of as much from `ahead` on. */
+INLINE void multiply(int rows, int groups, const uint8_t *codes, const struct group *group,
+                     const float *scales, float *sums, const char *ahead) {
 #ifdef __AVX2__
-  __m256i s[TILE_ROWS][2];
-  for (int r = 0; r < rows; r++) s[r][0] = s[r][1] = _mm256_setzero_si256();
-  for (int k = 0; k < pairs; k += 4) {
-    if (ahead) __builtin_prefetch(ahead + k * 16, 0, 2);
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-      const __m128i *packed = (const __m128i *)weight + (k + j) * 2;
-      const __m256i w0 = _mm256_cvtepi8_epi16(packed[0]), w1 = _mm256_cvtepi8_epi16(packed[1]);
-      for (int r = 0; r < rows; r++) {
-        int32_t pair;
-        memcpy(&pair, x + r * stride + 2 * (k + j), sizeof pair);
-        const __m256i value = _mm256_set1_epi32(pair);
-        s[r][0] = _mm256_add_epi32(s[r][0], _mm256_madd_epi16(value, w0));
-        s[r][1] = _mm256_add_epi32(s[r][1], _mm256_madd_epi16(value, w1));
-        IN_REGISTER(s[r][0]); /* else the sums are reordered, and do not fit the registers */
-        IN_REGISTER(s[r][1]);
+  const __m256i ones = _mm256_set1_epi16(1);
+  vec total[TILE_ROWS][2];
+  EACH(r, rows) EACH(c, 2) total[r][c] = load(sums + r * PANEL + c * LANES);
+  for (int g = 0; g < groups; g++, group++, codes += rows * GROUP, scales += rows) {
+    const __m256i *start = (const __m256i *)group->start, *w = (const __m256i *)group->weight;
+    __m256i s[TILE_ROWS][2];
+    EACH(r, rows) EACH(c, 2) s[r][c] = start[c];
+    for (int q = 0; q < QUADS; q += 4, ahead += 64) {
+      __builtin_prefetch(ahead, 0, 2);
+      EACH(j, 4) EACH(r, rows) {
+        int32_t quad;
+        memcpy(&quad, codes + ((q + j) * rows + r) * 4, sizeof quad);
+        const __m256i value = _mm256_set1_epi32(quad);
+        EACH(c, 2) {
+          const __m256i pairs = _mm256_maddubs_epi16(value, w[2 * (q + j) + c]);
+          s[r][c] = _mm256_add_epi32(s[r][c], _mm256_madd_epi16(ones, pairs));
+          IN_REGISTER(s[r][c]); /* else the sums are reordered, and do not fit the registers */
+        }
       }
     }
+    EACH(r, rows) EACH(c, 2)
+      total[r][c] = fma8(_mm256_cvtepi32_ps(s[r][c]), splat(scales[r]), total[r][c]);
   }
-  for (int r = 0; r < rows; r++)
-    for (int c = 0; c < 2; c++) sums[r][c] = (ivec)s[r][c];
+  EACH(r, rows) EACH(c, 2) store(sums + r * PANEL + c * LANES, total[r][c]);
 #else
   (void)ahead;
-  for (int r = 0; r < rows; r++) {
-    int32_t s[PANEL] = {0};
-    for (int k = 0; k < pairs; k++) {
-      const int32_t first = x[r * stride + 2 * k], second = x[r * stride + 2 * k + 1];
-      for (int c = 0; c < PANEL; c++)
-        s[c] += first * weight[(k * PANEL + c) * 2] + second * weight[(k * PANEL + c) * 2 + 1];
-    }
-    memcpy(sums[r], s, sizeof s);
-  }
+  for (int g = 0; g < groups; g++, group++, codes += rows * GROUP, scales += rows)
+    for (int r = 0; r < rows; r++)
+      for (int c = 0; c < PANEL; c++) {
+        int32_t sum = group->start[c];
+        for (int q = 0; q < QUADS; q++)
+          for (int i = 0; i < 4; i++)
+            sum += (int32_t)codes[(q * rows + r) * 4 + i] * group->weight[q][c][i];
+        sums[r * PANEL + c] += (float)sum * scales[r];
+      }
 #endif
 }
 
-static __attribute__((noinline)) void multiply_rows(int rows, const int16_t *x, int64_t stride,
-                                                    const int8_t *weight, int pairs,
-                                                    const char *ahead, ivec sums[TILE_ROWS][2]) {
+static void multiply_rows(int rows, int groups, const uint8_t *codes, const struct group *group,
+                          const float *scales, float *sums, const char *ahead) {
   switch (rows) {
-    case 1: multiply(1, x, stride, weight, pairs, ahead, sums); break;
-    case 2: multiply(2, x, stride, weight, pairs, ahead, sums); break;
-    case 3: multiply(3, x, stride, weight, pairs, ahead, sums); break;
-    case 4: multiply(4, x, stride, weight, pairs, ahead, sums); break;
-    case 5: multiply(5, x, stride, weight, pairs, ahead, sums); break;
-    default: multiply(6, x, stride, weight, pairs, ahead, sums);
+    case 1: multiply(1, groups, codes, group, scales, sums, ahead); break;
+    case 2: multiply(2, groups, codes, group, scales, sums, ahead); break;
+    case 3: multiply(3, groups, codes, group, scales, sums, ahead); break;
+    case 4: multiply(4, groups, codes, group, scales, sums, ahead); break;
+    default: multiply(5, groups, codes, group, scales, sums, ahead);
   }
 }
 
-/* one slice of one panel, for rows [first, last) of `rows`: out = before + sums * scales */
-static void slice_of_rows(const struct linear *layer, int64_t panel, int64_t feature, int features,
-                          int64_t first, int64_t last, int64_t rows, float *out,
-                          int64_t out_stride, int accumulate, const void *scratch) {
-  const int64_t stride = padded(layer->in_features);
-  const int64_t tiles = (last - first + TILE_ROWS - 1) / TILE_ROWS;
-  const int8_t *weight = (const int8_t *)layer->weight + (panel * stride + feature) * PANEL;
+/* one panel of tiles [begin, end): out = sums * scales + bias, plus what is there if `accumulate` */
+static void panel_of_tiles(const struct linear *layer, int64_t panel, const struct tiles *tiles,
+                           int64_t begin, int64_t end, float *out, int64_t out_stride,
+                           int accumulate) {
+  const struct group *weight = (const struct group *)layer->weight + panel * tiles->groups;
+  float sums[MOST_TILES * TILE_ROWS * PANEL] __attribute__((aligned(64)));
+  const int64_t top = first_row(tiles, begin), rows = first_row(tiles, end) - top;
+  memset(sums, 0, sizeof(float) * (size_t)(rows * PANEL));
+  for (int64_t g = 0; g < tiles->groups; g += AT_ONCE) {
+    const int groups = (int)(tiles->groups - g < AT_ONCE ? tiles->groups - g : AT_ONCE);
+    for (int64_t tile = begin; tile < end; tile++) {
+      const int64_t first = first_row(tiles, tile), height = first_row(tiles, tile + 1) - first;
+      const int64_t place = first * tiles->groups + g * height, past = tile - begin;
+      /* the first tiles fetch the next groups, a quarter each; the others what is there already */
+      const char *ahead = (const char *)(weight + g);
+      if (past < 4) ahead += groups * (int64_t)(sizeof(struct group) + sizeof(struct group) / 4 * past);
+      multiply_rows((int)height, groups, tiles->codes + place * GROUP, weight + g,
+                      tiles->scales + place, sums + (first - top) * PANEL, ahead);
+    }
+  }
   const float *scale = layer->scale + panel * PANEL, *bias = layer->bias + panel * PANEL;
   const int64_t left = layer->out_features - panel * PANEL;
   const int width = left < PANEL ? (int)left : PANEL;
-  for (int64_t i = 0; i < tiles; i++) {
-    const int64_t row = first + (last - first) * i / tiles;
-    const int64_t end = first + (last - first) * (i + 1) / tiles;
-    ivec sums[TILE_ROWS][2];
-    const char *ahead = tiles > 1 && i == 0 ? (const char *)weight + features * PANEL : NULL;
-    multiply_rows((int)(end - row), rows_in(layer, scratch, rows, row) + feature, stride, weight,
-                  features / 2, ahead, sums);
-    for (int64_t r = row; r < end; r++) {
-      float *to = out + r * out_stride + panel * PANEL, copy[PANEL] = {0};
-      float *place = width < PANEL ? copy : to;
-      if (width < PANEL) memcpy(copy, to, sizeof(float) * (size_t)width);
-      const vec of_row = splat(((const float *)scratch)[r]);
-      for (int c = 0; c < 2; c++) {
-        vec before = splat(0.0f);
-        if (feature > 0 || accumulate) before = load(place + c * LANES);
-        if (feature == 0) before += load(bias + c * LANES);
-        const vec sum = __builtin_convertvector(sums[r - row][c], vec);
-        store(place + c * LANES, fma8(sum, of_row * load(scale + c * LANES), before));
-      }
-      if (width < PANEL) memcpy(to, copy, sizeof(float) * (size_t)width);
+  for (int64_t r = 0; r < rows; r++) {
+    float *to = out + (top + r) * out_stride + panel * PANEL, results[PANEL] = {0};
+    if (accumulate) memcpy(results, to, sizeof(float) * (size_t)width);
+    for (int c = 0; c < PANEL; c += LANES) {
+      const vec before = load(results + c) + load(bias + c);
+      store(results + c, fma8(load(sums + r * PANEL + c), load(scale + c), before));
     }
+    memcpy(to, results, sizeof(float) * (size_t)width);
   }
 }
 
 void int8_share(const struct linear *layer, int64_t rows, float *out, int64_t out_stride,
                 int accumulate, const void *scratch, int thread, int num_threads) {
-  const int64_t panels = (layer->out_features + PANEL - 1) / PANEL;
+  const struct tiles tiles = tiles_in(layer, rows, scratch);
+  const int64_t panels = divided(layer->out_features, PANEL);
   const int64_t from = panels * thread / num_threads, to = panels * (thread + 1) / num_threads;
-  const int64_t features = padded(layer->in_features), fitting = ROW_BYTES / 2 / features + 1;
-  const int64_t blocks = (rows + fitting - 1) / fitting;
-  for (int64_t block = 0; block < blocks; block++)
+  const int64_t fitting = ROW_BYTES / (TILE_ROWS * GROUP * tiles.groups) + 1;
+  const int64_t at_once = fitting < MOST_TILES ? fitting : MOST_TILES;
+  for (int64_t begin = 0; begin < tiles.count; begin += at_once) {
+    const int64_t end = begin + at_once < tiles.count ? begin + at_once : tiles.count;
     for (int64_t panel = from; panel < to; panel++)
-      for (int64_t feature = 0; feature < features; feature += SLICE)
-        slice_of_rows(layer, panel, feature,
-                      (int)(features - feature < SLICE ? features - feature : SLICE),
-                      rows * block / blocks, rows * (block + 1) / blocks, rows, out, out_stride,
-                      accumulate, scratch);
+      panel_of_tiles(layer, panel, &tiles, begin, end, out, out_stride, accumulate);
+  }
 }

@@ -20,6 +20,9 @@
 #define IN_REGISTER(v)
 #endif
 
+/* A short loop that is unrolled before arrays are put into registers; else they stay in memory. */
+#define EACH(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++)
+
 enum { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
 
 typedef float vec __attribute__((vector_size(32)));
