@@ -7,7 +7,7 @@ own: arithmetic (kernels/linear.c, linear_int8.c), or which layers of a model ar
 The bits of a result's row depend on that row and the weights alone, whatever other rows are
 computed with it and on however many threads. Formats, with float32 activations and results:
 
-    float32   as precise as torch's; stored in the narrowest way that gives every weight back exactly
+    float32   as precise as torch's; stored in the narrowest way that gives every weight back
     float16   weights rounded to 11 bits; half the memory
     int8      weights rounded to 8 bits, one scale per output feature; activations to 7 bits, one
               scale for 64 of a row; a quarter of the memory

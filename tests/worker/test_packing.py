@@ -92,7 +92,7 @@ def test_progress_and_one_line_that_says_what_was_done(saved, caplog):
     assert seen == sorted(seen)
     assert seen[-1] == 1
     assert len(seen) == 3 * 4 + 1
-    assert "packed 13 linear layers as float16: weights" in caplog.text
+    assert "packed 13 linear layers as float16 (13 stored as float16): weights" in caplog.text
 
 
 @pytest.mark.parametrize(
