@@ -16,7 +16,8 @@ from scheduler_svc.core.state import InFlight, State
 class Absorbed:
     """What came back. A request that a token ended is FINISHED and says why."""
 
-    tokens: list[tuple[Request, int]] = field(default_factory=list)
+    sampled: list[Request] = field(default_factory=list)  # each got a token: its last one
+    ended: list[Request] = field(default_factory=list)  # those of them that it ended
     not_finite: list[Request] = field(default_factory=list)  # to fail, by name
 
 
@@ -86,19 +87,22 @@ def _take_tokens(
         has_ended[place] = request.state is RequestState.FINISHED
     takes = is_finite[step.sampled] & ~has_ended
     requests = list(map(step.requests.__getitem__, step.sampled_for[takes].tolist()))
-    tokens = token_ids[takes].tolist()
-    for request, token_id in zip(requests, tokens, strict=True):
+    for request, token_id in zip(requests, token_ids[takes].tolist(), strict=True):
         request.token_ids.append(token_id)
-    absorbed.tokens = list(zip(requests, tokens, strict=True))
+    absorbed.sampled = requests
 
     may_end = ~has_row | (rows.known[sampled_rows] >= rows.limit[sampled_rows])
     may_end |= rows.may_stop(sampled_rows, token_ids)
     for place in np.flatnonzero(may_end[takes]).tolist():
-        request, token_id = absorbed.tokens[place]
+        request = requests[place]
+        token_id = request.token_ids[-1]
         if token_id in request.sampling.stop_token_ids:
             state.finish(request, FinishReason.STOP, token_id)
         elif len(request.token_ids) == request.max_total_tokens:
             state.finish(request, FinishReason.LENGTH)
+        else:
+            continue
+        absorbed.ended.append(request)
 
 
 def _publish(state: State, step: InFlight, valid: npt.NDArray[np.bool_]) -> None:

@@ -45,31 +45,6 @@ async def test_a_slow_reader_finds_one_merged_delta(streams: LiveStreams) -> Non
     assert await stream.next() == ended_unseen("a")
 
 
-async def test_many_streams_get_bigger_portions(
-    streams: LiveStreams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A message per token for each of hundreds of clients: all of them fall behind."""
-    monkeypatch.setattr("scheduler_svc.streams.MESSAGES_PER_SECOND", 20)
-    stream = streams.open("a")
-    streams.deliver([Delta("a", 0, [1], "v")])
-    assert await stream.next() == Delta("a", 0, [1], "v"), "a first token does not wait"
-    reader = asyncio.create_task(stream.next())
-    for token, text in ((2, "w"), (3, "x")):
-        streams.deliver([Delta("a", 0, [token], text)])
-        await settle()
-    assert not reader.done()
-    assert await asyncio.wait_for(reader, 1) == Delta("a", 0, [2, 3], "wx")
-    streams.deliver([Delta("a", 0, [4], "y")])
-    await settle()
-    reader = asyncio.create_task(stream.next())
-    streams.deliver([ended_unseen("a")])
-    await settle()
-    await settle()
-    assert reader.done(), "an end does not wait"
-    assert reader.result() == Delta("a", 0, [4], "y")
-    assert await stream.next() == ended_unseen("a")
-
-
 async def test_tokens_without_text_are_news(streams: LiveStreams) -> None:
     """A token in the middle of a character has no text, yet clients count tokens."""
     stream = streams.open("a")
