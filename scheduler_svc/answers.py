@@ -20,7 +20,7 @@ from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.errors import ChairliftError
 from scheduler_svc.events import Delta, Event, Failed, Finished, TextStream
 
-MESSAGES_PER_SECOND: Final = 4000  # to all clients; a third of what one core can write
+MESSAGES_PER_SECOND: Final = 3000  # to all clients; a third of what one core can write
 MAX_BURST: Final = 200  # of them at once: while they are written nobody else is heard
 
 
@@ -94,9 +94,9 @@ class Answers:
 
         `finish` is called for a request that a stop string ends while it is still running.
         """
-        fresh, self._fresh = self._fresh, []
+        fresh, self._fresh = dict.fromkeys(self._fresh), []
         ended, self._ended = self._ended, []
-        self._waiting.update(dict.fromkeys(fresh))  # who waits already keeps the place
+        self._waiting.update(fresh)  # who waits already keeps the place
         for request in filter(self._followed.__contains__, fresh):
             answer = self._of[request]
             self._read(answer)

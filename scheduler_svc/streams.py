@@ -50,7 +50,7 @@ class LiveStream:
         self._siblings: dict[int, _Sibling] = {}  # those of which anything has come
         self._num_finished = 0
         self._fresh: dict[int, None] = {}  # siblings with news; who has waited longest is first
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # waits for news
 
     @property
     def has_ended(self) -> bool:
@@ -68,7 +68,9 @@ class LiveStream:
             self._failure = event
             self.ended.set()
         else:
-            sibling = self._siblings.setdefault(event.index, _Sibling())
+            sibling = self._siblings.get(event.index)
+            if sibling is None:
+                sibling = self._siblings[event.index] = _Sibling()
             if isinstance(event, Delta):
                 sibling.token_ids += event.token_ids
                 sibling.texts.append(event.text)
@@ -78,7 +80,8 @@ class LiveStream:
                 if self.is_complete:
                     self.ended.set()
             self._fresh[event.index] = None
-        self._news.set()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def end_unseen(self) -> None:
         """Ends every sibling as aborted: the engine never knew the request."""
@@ -92,8 +95,8 @@ class LiveStream:
         Raises what failed the request, once all that was said before has been taken.
         """
         while not self._fresh and not self.has_ended:
-            self._news.clear()
-            await self._news.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         if self._fresh:
             return self._take(next(iter(self._fresh)))
         if self._failure is not None:

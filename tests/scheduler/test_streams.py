@@ -9,7 +9,7 @@ import pytest
 
 from scheduler_svc.errors import DuplicateRequest, Unavailable
 from scheduler_svc.events import Delta, Event, Failed
-from scheduler_svc.streams import LiveStreams, ended_unseen
+from scheduler_svc.streams import EVENTS_PER_TURN, LiveStreams, ended_unseen
 
 
 @pytest.fixture
@@ -43,6 +43,21 @@ async def test_a_slow_reader_finds_one_merged_delta(streams: LiveStreams) -> Non
     assert await stream.next() == Delta("a", 0, [1, 2, 3], "xy")
     streams.deliver([ended_unseen("a")])
     assert await stream.next() == ended_unseen("a")
+
+
+async def test_many_events_leave_the_loop_to_others(streams: LiveStreams) -> None:
+    """A call that is just coming in waits for all writes of a step, at each of its own turns; or
+    the events that are held back for it are overtaken by later ones."""
+    names = [str(number) for number in range(3 * EVENTS_PER_TURN)]
+    opened = [streams.open(name) for name in names]
+    streams.deliver([Delta(name, 0, [1], "x") for name in names])
+    streams.deliver([ended_unseen(name) for name in names])
+    reads = [asyncio.create_task(stream.next()) for stream in opened]
+    await settle()
+    await settle()
+    assert 0 < sum(read.done() for read in reads) <= 2 * EVENTS_PER_TURN
+    assert await asyncio.gather(*reads) == [Delta(name, 0, [1], "x") for name in names]
+    assert [await stream.next() for stream in opened] == [ended_unseen(name) for name in names]
 
 
 async def test_tokens_without_text_are_news(streams: LiveStreams) -> None:
