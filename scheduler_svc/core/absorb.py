@@ -50,7 +50,8 @@ def absorb(state: State, result: StepResult) -> Absorbed:
 
     is_finite = result.is_finite.astype(np.bool_)
     computed_here = is_tenant[: len(step.rows)]
-    rows.is_tainted[step.rows[computed_here & ~is_finite]] = True  # what follows builds on it
+    if not is_finite.all():
+        rows.is_tainted[step.rows[computed_here & ~is_finite]] = True  # what follows builds on it
     _publish(state, step, computed_here & ~rows.is_tainted[step.rows])
     _leave_behind(state, step, computed_here)
 
@@ -148,11 +149,11 @@ def _leave_behind(state: State, step: InFlight, valid: npt.NDArray[np.bool_]) ->
     end of this step or behind it, and no earlier step is in flight."""
     rows = state.rows
     # under the static policy a row that has ended computes its last token again
-    next_query = step.ends - np.int32(state.policy.holds_finished)
+    is_last_again = np.int32(state.policy.holds_finished)
     for group, allocator in enumerate(state.allocators):
         if not allocator.sliding_window:
             continue
-        first = allocator.first_pages(next_query)
+        first = allocator.first_pages(step.ends - is_last_again)
         stale = valid & (first > rows.table_first[group, step.rows])
         for place in np.flatnonzero(stale).tolist():
             row = int(step.rows[place])

@@ -68,11 +68,12 @@ def _token_ids(state: State, step: InFlight, query_start_loc: Int32) -> Int32:
     rows = state.rows
     first = step.ends - step.num_new_tokens
     known = rows.known[step.rows]
-    token_ids = np.empty(query_start_loc[-1], np.int32)
     at_end = first >= known - 1  # at or past the last known token: one token
-    token_ids[query_start_loc[:-1][at_end]] = np.where(
-        first < known, rows.last_token[step.rows], UNKNOWN_TOKEN
-    )[at_end]
+    lasts = np.where(first < known, rows.last_token[step.rows], np.int32(UNKNOWN_TOKEN))
+    if at_end.all():
+        return lasts
+    token_ids = np.empty(query_start_loc[-1], np.int32)
+    token_ids[query_start_loc[:-1][at_end]] = lasts[at_end]
     for place in np.flatnonzero(~at_end).tolist():
         start, count = int(first[place]), int(step.num_new_tokens[place])
         offset = query_start_loc[place]
