@@ -23,8 +23,9 @@ from scheduler_svc.tokenizer import import_ahead
 from scheduler_svc.worker_link import WorkerLink
 
 # Python's own 5 ms is half a step: the engine, which the worker waits for, would stand behind the
-# thread that writes to clients each time that it has let go of the interpreter
-SWITCH_SECONDS: Final = 0.0005
+# thread that writes to clients each time that it has let go of the interpreter. Less than a turn of
+# either thread takes would make both of them lose their caches in its midst.
+SWITCH_SECONDS: Final = 0.002
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

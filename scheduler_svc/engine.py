@@ -53,6 +53,7 @@ T = TypeVar("T")
 Command = Callable[[], None]
 
 TICK_SECONDS: Final = 0.25  # how often a silent worker is looked at
+BEHIND_SECONDS: Final = 0.01  # how soon to go on with deltas that could not be told of at once
 MAX_FAULTS: Final = 2  # failed steps after which a request that was in each of them fails
 
 
@@ -153,6 +154,8 @@ class Engine:
 
     def turn(self, timeout: float) -> None:
         """Waits for a command, obeys all that are there, plans, makes text, delivers."""
+        if self._answers.is_behind:
+            timeout = min(timeout, BEHIND_SECONDS)
         try:
             self._inbox.get(timeout=timeout)()
             while True:
@@ -252,7 +255,7 @@ class Engine:
             return
         absorbed = absorb(self._state, result)
         self.steps.returned(result.step_id, result.device_microseconds)
-        self._answers.add_tokens(absorbed.tokens)
+        self._answers.take_in(absorbed.sampled, absorbed.ended)
         for request in absorbed.not_finite:
             self._fail(request.request_id, "its hidden states are not finite numbers")
 

@@ -19,8 +19,17 @@ class TextStream(Protocol):
     include_stop_str_in_output: bool  # then a stop token's text is shown too
     matched_stop: str | None  # the stop string that was found; pushes after that add nothing
 
+    @property
+    def seeks_stop(self) -> bool:
+        """Whether any token may end the request, so that each is to be pushed when it comes."""
+        ...
+
     def push(self, token_id: int) -> str:
         """The text that may be shown after this token: whole characters, no part of a stop."""
+        ...
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """What pushing them one by one gives."""
         ...
 
     def finish(self) -> str:

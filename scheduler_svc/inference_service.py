@@ -185,8 +185,10 @@ def _default_sampling(model: Model) -> pb.SamplingParams:
 def _response(event: Delta | Finished) -> pb.GenerateResponse:
     if isinstance(event, Finished):
         return pb.GenerateResponse(index=event.index, complete=_complete(event))
-    chunk = pb.Chunk(text=event.text, token_ids=event.token_ids)
-    return pb.GenerateResponse(index=event.index, chunk=chunk)
+    response = pb.GenerateResponse(index=event.index)
+    response.chunk.text = event.text
+    response.chunk.token_ids.extend(event.token_ids)
+    return response
 
 
 def _complete(event: Finished) -> pb.Complete:

@@ -88,6 +88,14 @@ class Detokenizer:
             self._shown = self._decode(self._window)
         return added
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """What pushing them one by one gives; where they are looked up, for less."""
+        if self._pieces is not None and not self._window:
+            text = "".join(map(self._pieces.__getitem__, token_ids))
+            if REPLACEMENT not in text:
+                return text
+        return "".join(map(self.push, token_ids))
+
     def finish(self) -> str:
         return self._show(self._decode(self._window))
 
@@ -180,11 +188,20 @@ class OutputText:
         self._detokenizer = Detokenizer(decode, prompt_token_ids, pieces)
         self._stops = StopStrings(stop, include_stop_str_in_output) if stop else None
 
+    @property
+    def seeks_stop(self) -> bool:
+        return self._stops is not None
+
     def push(self, token_id: int) -> str:
         if self.matched_stop is not None:
             return ""
         text = self._detokenizer.push(token_id)
         return text if self._stops is None else self._cut(self._stops, text)
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        if self._stops is None:
+            return self._detokenizer.push_all(token_ids)
+        return "".join(map(self.push, token_ids))
 
     def finish(self) -> str:
         if self.matched_stop is not None:

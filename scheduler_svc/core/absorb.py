@@ -16,7 +16,8 @@ from scheduler_svc.core.state import InFlight, State
 class Absorbed:
     """What came back. A request that a token ended is FINISHED and says why."""
 
-    tokens: list[tuple[Request, int]] = field(default_factory=list)
+    sampled: list[Request] = field(default_factory=list)  # each got a token: its last one
+    ended: list[Request] = field(default_factory=list)  # those of them that it ended
     not_finite: list[Request] = field(default_factory=list)  # to fail, by name
 
 
@@ -40,13 +41,17 @@ def absorb(state: State, result: StepResult) -> Absorbed:
         state.give_back(tables)
     rows = state.rows
     is_tenant = rows.generation[step.named] == step.generation  # not preempted meanwhile
-    rows.num_in_flight[step.named[is_tenant]] -= 1
-    for place in np.flatnonzero(~is_tenant).tolist():
-        step.requests[place].num_in_flight -= 1
+    if is_tenant.all():
+        rows.num_in_flight[step.named] -= 1
+    else:
+        rows.num_in_flight[step.named[is_tenant]] -= 1
+        for place in np.flatnonzero(~is_tenant).tolist():
+            step.requests[place].num_in_flight -= 1
 
     is_finite = result.is_finite.astype(np.bool_)
     computed_here = is_tenant[: len(step.rows)]
-    rows.is_tainted[step.rows[computed_here & ~is_finite]] = True  # what follows builds on it
+    if not is_finite.all():
+        rows.is_tainted[step.rows[computed_here & ~is_finite]] = True  # what follows builds on it
     _publish(state, step, computed_here & ~rows.is_tainted[step.rows])
     _leave_behind(state, step, computed_here)
 
@@ -75,30 +80,38 @@ def _take_tokens(
     rows = state.rows
     has_row = is_tenant[step.sampled_for]
     sampled_rows = step.named[step.sampled_for]
-    kept_rows = sampled_rows[has_row]
+    has_ended = rows.is_finished[sampled_rows]
+    kept_rows, kept_tokens = sampled_rows, token_ids
+    if not has_row.all():
+        kept_rows, kept_tokens = sampled_rows[has_row], token_ids[has_row]
+        for place in np.flatnonzero(~has_row).tolist():  # preempted, and perhaps ended after that
+            request = step.requests[step.sampled_for[place]]
+            has_ended[place] = request.state is RequestState.FINISHED
     rows.known[kept_rows] += 1
     rows.outstanding[kept_rows] -= 1
-    rows.last_token[kept_rows] = token_ids[has_row]
-
-    has_ended = has_row & rows.is_finished[sampled_rows]
-    for place in np.flatnonzero(~has_row).tolist():  # preempted, and perhaps ended after that
-        request = step.requests[step.sampled_for[place]]
-        has_ended[place] = request.state is RequestState.FINISHED
-    takes = is_finite[step.sampled] & ~has_ended
-    requests = list(map(step.requests.__getitem__, step.sampled_for[takes].tolist()))
-    tokens = token_ids[takes].tolist()
-    for request, token_id in zip(requests, tokens, strict=True):
-        request.token_ids.append(token_id)
-    absorbed.tokens = list(zip(requests, tokens, strict=True))
+    rows.last_token[kept_rows] = kept_tokens
 
     may_end = ~has_row | (rows.known[sampled_rows] >= rows.limit[sampled_rows])
     may_end |= rows.may_stop(sampled_rows, token_ids)
-    for place in np.flatnonzero(may_end[takes]).tolist():
-        request, token_id = absorbed.tokens[place]
+    takes = is_finite[step.sampled] & ~has_ended
+    requests = step.requests
+    if not takes.all() or len(takes) < len(requests):
+        requests = list(map(requests.__getitem__, step.sampled_for[takes].tolist()))
+        token_ids, may_end = token_ids[takes], may_end[takes]
+    for request, token_id in zip(requests, token_ids.tolist(), strict=True):
+        request.token_ids.append(token_id)
+    absorbed.sampled = requests
+
+    for place in np.flatnonzero(may_end).tolist():
+        request = requests[place]
+        token_id = request.token_ids[-1]
         if token_id in request.sampling.stop_token_ids:
             state.finish(request, FinishReason.STOP, token_id)
         elif len(request.token_ids) == request.max_total_tokens:
             state.finish(request, FinishReason.LENGTH)
+        else:
+            continue
+        absorbed.ended.append(request)
 
 
 def _publish(state: State, step: InFlight, valid: npt.NDArray[np.bool_]) -> None:
@@ -112,19 +125,21 @@ def _publish(state: State, step: InFlight, valid: npt.NDArray[np.bool_]) -> None
     if not len(places):
         return
     filled = step.rows[places]
+    begin = begin[places]
     firsts = rows.table_first[:, filled].T.tolist()  # [n][G]
+    tables = rows.table[:, filled, begin].T.tolist()  # [n][G] of the first page to be named
     ends = []
-    for place, row, first_page, last_page, first in zip(
-        places.tolist(), filled.tolist(), begin[places].tolist(), full[places].tolist(), firsts,
+    for place, row, first_page, last_page, first, blocks in zip(
+        places.tolist(), filled.tolist(), begin.tolist(), full[places].tolist(), firsts, tables,
         strict=True,
     ):  # fmt: skip
         request = step.requests[place]
         # an ended request may have been computed past the tokens that it kept
         end = min(last_page, len(request.token_ids) // state.geometry.page_size)
         for page in range(first_page, end):
-            blocks = rows.table[:, row, page].tolist()
-            has_left = [page < group_first for group_first in first]
-            state.prefix_cache.publish(request, page, blocks, has_left)
+            if page > first_page:  # as a prefill does
+                blocks = rows.table[:, row, page].tolist()
+            state.prefix_cache.publish(request, page, blocks, first)
         ends.append(end)
     rows.published[filled] = ends
 
@@ -134,11 +149,11 @@ def _leave_behind(state: State, step: InFlight, valid: npt.NDArray[np.bool_]) ->
     end of this step or behind it, and no earlier step is in flight."""
     rows = state.rows
     # under the static policy a row that has ended computes its last token again
-    next_query = step.ends - np.int32(state.policy.holds_finished)
+    is_last_again = np.int32(state.policy.holds_finished)
     for group, allocator in enumerate(state.allocators):
         if not allocator.sliding_window:
             continue
-        first = allocator.first_pages(next_query)
+        first = allocator.first_pages(step.ends - is_last_again)
         stale = valid & (first > rows.table_first[group, step.rows])
         for place in np.flatnonzero(stale).tolist():
             row = int(step.rows[place])

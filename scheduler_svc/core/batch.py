@@ -165,14 +165,22 @@ class Batch:
         groups = len(self._state.allocators)
         nothing, no_blocks = np.zeros(0, np.int32), np.zeros((groups, 0), np.int32)
         parts = self._parts or [_Part(nothing, nothing, no_blocks, no_blocks)]
+        whole = parts[0]
+        if len(parts) > 1:
+            whole = _Part(
+                np.concatenate([part.rows for part in parts]),
+                np.concatenate([part.num_new_tokens for part in parts]),
+                np.concatenate([part.new_blocks for part in parts], axis=1),
+                np.concatenate([part.tail_copies for part in parts], axis=1),
+            )
         return Decision(
             soft_resets=tuple(soft_resets),
             offloads=tuple(offloads),
             admissions=tuple(self.admissions),
-            rows=np.concatenate([part.rows for part in parts]),
-            num_new_tokens=np.concatenate([part.num_new_tokens for part in parts]),
-            new_blocks=np.concatenate([part.new_blocks for part in parts], axis=1),
-            tail_copies=np.concatenate([part.tail_copies for part in parts], axis=1),
+            rows=whole.rows,
+            num_new_tokens=whole.num_new_tokens,
+            new_blocks=whole.new_blocks,
+            tail_copies=whole.tail_copies,
         )
 
     def _add(self, part: _Part, pages: int) -> None:
@@ -210,8 +218,9 @@ class Batch:
 
 def blocks_needed(state: State, rows: Int32, num_new_tokens: Int32) -> tuple[Int32, Int32]:
     """New blocks [G, R] behind the tables for these tokens, and pages read by each row [R]."""
+    page_size = np.int32(state.geometry.page_size)
     lengths = state.rows.computed[rows] + num_new_tokens
-    pages = -(-lengths // np.int32(state.geometry.page_size))
+    pages = (lengths + (page_size - np.int32(1))) // page_size
     needed = np.maximum(pages - state.rows.table_len[:, rows], 0)
     read = (pages - state.rows.table_first[:, rows]).sum(axis=0)
     return needed, read

@@ -35,6 +35,9 @@ def check_rows(state: State, touched: Int32) -> None:
     )
     _require((computed <= known + outstanding).all(), "computed past what is known", touched)
     _require((known + outstanding <= rows.limit[touched]).all(), "planned past the end", touched)
+    goes_on = ~rows.is_finished[touched] & ~rows.awaits_fork[touched]
+    unplanned = np.where(goes_on, rows.limit[touched] - known - outstanding, 0)
+    _require((rows.unplanned[touched] == unplanned).all(), "what is unplanned differs", touched)
     pages = -(-computed // state.geometry.page_size)
     for group, allocator in enumerate(state.allocators):
         lengths = rows.table_len[group, touched]

@@ -33,8 +33,9 @@ def commit(state: State, decision: Decision) -> InFlight | None:
     freed_swap = [
         swapped for admission in decision.admissions for swapped in _restore(state, admission)
     ]
+    copies_any = tail_copies.any()
     for group in range(len(state.allocators)):
-        if tail_copies.any():
+        if copies_any:
             _copy_tails(state, group, rows[tail_copies[group]])
         _extend_tables(state, group, rows, decision.new_blocks[group])
 
@@ -48,12 +49,13 @@ def commit(state: State, decision: Decision) -> InFlight | None:
     sampled = samples.nonzero()[0]
     sampled_rows = rows[sampled]
     table.outstanding[sampled_rows] += 1
+    table.unplanned[sampled_rows] -= 1
     for row in sampled_rows[~table.is_decoding[sampled_rows]].tolist():
         table.is_decoding[row] = True
         table.running[row].state = RequestState.DECODING
     sampled_for = sampled
     named = rows
-    requests = list(map(table.running.__getitem__, rows.tolist()))
+    requests = table.tenants(rows)
     new_tenants = [admission.request.row for admission in decision.admissions]
     parents = sampled[table.will_fork[sampled_rows]]
     if len(parents):
@@ -66,7 +68,7 @@ def commit(state: State, decision: Decision) -> InFlight | None:
         sampled = np.concatenate([sampled, [place for place, _ in forks]])
         sampled_for = np.concatenate([sampled_for, np.arange(len(forks)) + len(rows)])
         named = np.concatenate([rows, np.array([s.row for _, s in forks], np.int32)])
-        requests += [sibling for _, sibling in forks]
+        requests = requests + [sibling for _, sibling in forks]
     table.num_in_flight[named] += 1
     step = InFlight(
         step_id=state.next_step_id,
@@ -91,7 +93,7 @@ def commit(state: State, decision: Decision) -> InFlight | None:
 def _still_shared(state: State, decision: Decision) -> npt.NDArray[np.bool_]:
     """Which of the decided tail copies are needed: not those of whom every sharer has copied or
     was preempted after the copy had been decided. [G, R]"""
-    is_needed = decision.tail_copies > 0
+    is_needed = decision.tail_copies.astype(np.bool_)
     if not is_needed.any():
         return is_needed
     copied: Counter[tuple[int, int]] = Counter()  # (group, block)
@@ -131,7 +133,7 @@ def _assign(state: State, admission: Admission) -> None:
     rows.computed[row] = admission.num_computed
     for sibling, sibling_row in zip(request.siblings, sibling_rows, strict=True):
         rows.assign(sibling, sibling_row)
-        rows.awaits_fork[sibling_row] = True
+        rows.await_fork(sibling_row)
         sibling.was_admitted = True  # its prompt was looked up with the first one's
         sibling.num_cached_tokens = request.num_cached_tokens
         sibling.state = RequestState.PREFILLING
@@ -196,7 +198,7 @@ def _fork(state: State, parent: Request) -> list[Request]:
     for sibling in siblings:
         rows.awaits_fork[sibling.row] = False
         sibling.state = RequestState.DECODING
-        for name in ("computed", "outstanding", "is_decoding", "published"):
+        for name in ("computed", "outstanding", "unplanned", "is_decoding", "published"):
             getattr(rows, name)[sibling.row] = getattr(rows, name)[row]
         pages = -(-int(rows.computed[row]) // state.geometry.page_size)
         for group, allocator in enumerate(state.allocators):

@@ -56,7 +56,7 @@ def candidates(state: State, without: set[int]) -> Int32:
     if state.policy.by_priority:
         urgency = [state.policy.urgency(request) for request in rows.running.values()]
         order = order[np.argsort(urgency, kind="stable")]
-    chosen = rows.candidates(order)
+    chosen: Int32 = order[rows.goes_on(order)]
     if without:
         chosen = chosen[[row not in without for row in chosen.tolist()]]
     return chosen

@@ -17,9 +17,12 @@ def pack(state: State, step: InFlight) -> StepPlan:
     table_start, blocks = _tables(state, step.rows)
     sampling = step.named[step.sampled_for]  # rows that get a token
     num_samples = len(sampling)
-    logits_of, sample_logits = step.sampled, np.arange(num_samples)
+    columns = rows.sampling_of(sampling)
+    multiplied, added = columns.penalties_off
+    logits_of, sample_logits = step.sampled, np.arange(num_samples, dtype=np.int32)
     if len(step.named) > len(step.rows):  # siblings are forked off, and sample the same logits
-        logits_of, sample_logits = np.unique(step.sampled, return_inverse=True)
+        logits_of, copies = np.unique(step.sampled, return_inverse=True)
+        sample_logits = copies.astype(np.int32)
     return StepPlan(
         step_id=step.step_id,
         awaits_mask=False,
@@ -40,17 +43,17 @@ def pack(state: State, step: InFlight) -> StepPlan:
         first_positions=rows.table_first[:, step.rows] * np.int32(state.geometry.page_size),
         blocks=blocks,
         logits_indices=query_start_loc[1:][logits_of] - np.int32(1),
-        sample_logits=sample_logits.astype(np.int32),
+        sample_logits=sample_logits,
         sample_rows=sampling,
-        temperature=rows.temperature[sampling],
-        top_k=rows.top_k[sampling],
-        top_p=rows.top_p[sampling],
-        min_p=rows.min_p[sampling],
-        u=uniforms(rows.stream[sampling], step.ends[step.sampled]),
-        repetition_penalty=np.ones(num_samples, np.float32),
-        frequency_penalty=np.zeros(num_samples, np.float32),
-        presence_penalty=np.zeros(num_samples, np.float32),
-        num_logprobs=np.full(num_samples, -1, np.int32),
+        temperature=columns.temperature,
+        top_k=columns.top_k,
+        top_p=columns.top_p,
+        min_p=columns.min_p,
+        u=uniforms(columns.stream, step.ends[step.sampled]),
+        repetition_penalty=multiplied,
+        frequency_penalty=added,
+        presence_penalty=added,
+        num_logprobs=columns.no_logprobs,
         bias_start=np.zeros(num_samples + 1, np.int32),
         bias_tokens=_none(),
         bias_values=np.zeros(0, np.float32),
@@ -65,11 +68,12 @@ def _token_ids(state: State, step: InFlight, query_start_loc: Int32) -> Int32:
     rows = state.rows
     first = step.ends - step.num_new_tokens
     known = rows.known[step.rows]
-    token_ids = np.empty(query_start_loc[-1], np.int32)
     at_end = first >= known - 1  # at or past the last known token: one token
-    token_ids[query_start_loc[:-1][at_end]] = np.where(
-        first < known, rows.last_token[step.rows], UNKNOWN_TOKEN
-    )[at_end]
+    lasts = np.where(first < known, rows.last_token[step.rows], np.int32(UNKNOWN_TOKEN))
+    if at_end.all():
+        return lasts
+    token_ids = np.empty(query_start_loc[-1], np.int32)
+    token_ids[query_start_loc[:-1][at_end]] = lasts[at_end]
     for place in np.flatnonzero(~at_end).tolist():
         start, count = int(first[place]), int(step.num_new_tokens[place])
         offset = query_start_loc[place]
@@ -81,16 +85,19 @@ def _token_ids(state: State, step: InFlight, query_start_loc: Int32) -> Int32:
 
 def _tables(state: State, rows: Int32) -> tuple[Int32, Int32]:
     """Block tables of all groups as CSR: starts [G, R+1] and blocks [B]."""
-    starts, blocks, offset = [], [], 0
-    for group in range(len(state.allocators)):
+    table = state.rows.table
+    num_groups, _, width = table.shape
+    starts, places, offset = np.empty((num_groups, len(rows) + 1), np.int32), [], 0
+    for group in range(num_groups):
         first = state.rows.table_first[group, rows]
         lengths = state.rows.table_len[group, rows] - first
         start = _starts(lengths)
-        column = np.arange(start[-1]) + np.repeat(first - start[:-1], lengths)
-        blocks.append(state.rows.table[group, np.repeat(rows, lengths), column])
-        starts.append(start + np.int32(offset))
+        # where each row's part of the flat table begins, less where it goes to
+        shift = (group * table.shape[1] + rows.astype(np.int64)) * width + first - start[:-1]
+        places.append(np.arange(start[-1]) + np.repeat(shift, lengths))
+        starts[group] = start + np.int32(offset)
         offset += int(start[-1])
-    return np.stack(starts), np.concatenate(blocks)
+    return starts, table.reshape(-1).take(places[0] if num_groups == 1 else np.concatenate(places))
 
 
 def _starts(counts: Int32) -> Int32:

@@ -124,12 +124,14 @@ class PrefixCache:
         for name in self.to_promise(request, first_page):
             self._promised.setdefault(name, request)
 
-    def publish(self, request: Request, page: int, blocks: list[int], has_left: list[bool]) -> None:
-        """Names the blocks [G] that hold the request's page, those that have not left a window;
-        the promise is kept."""
+    def publish(
+        self, request: Request, page: int, blocks: list[int], first_pages: list[int]
+    ) -> None:
+        """Names the blocks [G] that hold the request's page, those that have not left a window:
+        a group's table begins at first_pages [G]. The promise is kept."""
         name = block_names(request, self._page_size, page + 1)[page]
-        for allocator, block, is_gone in zip(self._allocators, blocks, has_left, strict=True):
-            if not is_gone:
+        for allocator, block, first in zip(self._allocators, blocks, first_pages, strict=True):
+            if page >= first:
                 allocator.publish(block, name)
         if self._promised.get(name) is request:
             del self._promised[name]

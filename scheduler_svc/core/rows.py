@@ -10,17 +10,31 @@ stored by plans in flight), `known` is what has *come back*.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from protos.plan import Int32
+from protos.plan import Float32, Int32
 from scheduler_svc.core.request import NO_ROW, Request
 from scheduler_svc.core.seeds import streams
 
 MAX_STOP_IDS: Final = 4  # of a request that are compared as arrays; more are rare, and slower
 NO_TOKEN: Final = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingColumns:
+    """How some rows sample, and what this version leaves neutral. All [n]."""
+
+    temperature: Float32
+    top_k: Int32
+    top_p: Float32
+    min_p: Float32
+    stream: npt.NDArray[np.uint64]
+    penalties_off: tuple[Float32, Float32]  # the one that multiplies, those that are added
+    no_logprobs: Int32
 
 
 class Rows:
@@ -32,6 +46,8 @@ class Rows:
         self.known = np.zeros(num_rows, np.int32)  # [N] len(token_ids)
         self.outstanding = np.zeros(num_rows, np.int32)  # [N] samples planned, not returned
         self.limit = np.zeros(num_rows, np.int32)  # [N] prompt + max_tokens
+        # [N] samples that are not planned yet; 0 while it waits for a fork, and once it has ended
+        self.unplanned = np.zeros(num_rows, np.int32)
         self.last_token = np.zeros(num_rows, np.int32)  # [N] token_ids[-1]
         self.is_decoding = np.zeros(num_rows, np.bool_)  # [N] all known tokens are scheduled
         self.is_finished = np.zeros(num_rows, np.bool_)  # [N] ended, but a plan names the row
@@ -48,7 +64,7 @@ class Rows:
         self.top_p = np.ones(num_rows, np.float32)  # [N]
         self.min_p = np.zeros(num_rows, np.float32)  # [N]
         self.stream = np.zeros(num_rows, np.uint64)  # [N] of its uniform numbers (seeds.py)
-        self.stop_ids = np.full((num_rows, MAX_STOP_IDS), NO_TOKEN, np.int32)  # [N, K]
+        self.stop_ids = np.full((MAX_STOP_IDS, num_rows), NO_TOKEN, np.int32)  # [K, N]
         self.has_more_stops = np.zeros(num_rows, np.bool_)  # [N] than K: ask the request
 
         # a block table has entries for pages table_first to table_len - 1 of the request
@@ -59,6 +75,9 @@ class Rows:
         self.running: dict[int, Request] = {}  # row → request, in order of admission
         self._free = list(range(num_rows - 1, -1, -1))
         self._order: Int32 | None = None
+        # what was gathered last, and of which rows; dropped with every new tenant
+        self._columns: tuple[bytes, SamplingColumns] | None = None
+        self._tenants: tuple[bytes, list[Request]] | None = None
 
     @property
     def num_free(self) -> int:
@@ -80,10 +99,12 @@ class Rows:
         request.row = row
         self.running[row] = request
         self._order = None
+        self._columns = self._tenants = None
         self.computed[row] = 0
         self.known[row] = len(request.token_ids)
         self.outstanding[row] = 0
         self.limit[row] = request.max_total_tokens
+        self.unplanned[row] = request.max_total_tokens - len(request.token_ids)
         self.last_token[row] = request.token_ids[-1]
         self.is_decoding[row] = False
         self.is_finished[row] = False
@@ -105,8 +126,18 @@ class Rows:
         )[0]
         stops = sorted(sampling.stop_token_ids)
         self.has_more_stops[row] = len(stops) > MAX_STOP_IDS
-        self.stop_ids[row] = NO_TOKEN
-        self.stop_ids[row, : len(stops)] = stops[:MAX_STOP_IDS]
+        self.stop_ids[:, row] = NO_TOKEN
+        self.stop_ids[: len(stops), row] = stops[:MAX_STOP_IDS]
+
+    def await_fork(self, row: int) -> None:
+        """The row's tenant is a sibling of one whose prompt is not computed yet."""
+        self.awaits_fork[row] = True
+        self.unplanned[row] = 0
+
+    def finish(self, row: int) -> None:
+        """The row's tenant has ended; nothing more is planned for it."""
+        self.is_finished[row] = True
+        self.unplanned[row] = 0
 
     def vacate(self, request: Request) -> None:
         """Takes the row back; its block tables must be empty."""
@@ -123,21 +154,35 @@ class Rows:
 
     def goes_on(self, rows: Int32) -> npt.NDArray[np.bool_]:
         """Which rows have more to sample than what is planned already. [n]"""
-        goes_on: npt.NDArray[np.bool_] = self._goes_on()[rows]
+        goes_on: npt.NDArray[np.bool_] = self.unplanned[rows] > 0
         return goes_on
 
-    def candidates(self, rows: Int32) -> Int32:
-        """Those of the rows that a step may compute: of them one knows what comes next. [m]"""
-        chosen: Int32 = rows[(self._goes_on() & ~self.awaits_fork)[rows]]
-        return chosen
+    def sampling_of(self, rows: Int32) -> SamplingColumns:
+        """Gathered once for as long as the same tenants sample, step after step; read only."""
+        key = rows.tobytes()
+        if self._columns is None or self._columns[0] != key:
+            columns = SamplingColumns(
+                temperature=self.temperature[rows],
+                top_k=self.top_k[rows],
+                top_p=self.top_p[rows],
+                min_p=self.min_p[rows],
+                stream=self.stream[rows],
+                penalties_off=(np.ones(len(rows), np.float32), np.zeros(len(rows), np.float32)),
+                no_logprobs=np.full(len(rows), -1, np.int32),
+            )
+            self._columns = key, columns
+        return self._columns[1]
 
-    def _goes_on(self) -> npt.NDArray[np.bool_]:
-        """[N]"""
-        return (self.known + self.outstanding < self.limit) & ~self.is_finished
+    def tenants(self, rows: Int32) -> list[Request]:
+        """Whose the rows are; the same list for as long as it is asked for again. Read only."""
+        key = rows.tobytes()
+        if self._tenants is None or self._tenants[0] != key:
+            self._tenants = key, list(map(self.running.__getitem__, rows.tolist()))
+        return self._tenants[1]
 
     def may_stop(self, rows: Int32, token_ids: Int32) -> npt.NDArray[np.bool_]:
         """Which rows may end with these tokens by a stop token, for the request to say. [n]"""
-        is_stop: npt.NDArray[np.bool_] = (self.stop_ids[rows] == token_ids[:, None]).any(axis=1)
+        is_stop: npt.NDArray[np.bool_] = (self.stop_ids[:, rows] == token_ids).any(axis=0)
         return is_stop | self.has_more_stops[rows]
 
     def blocks_of(self, group: int, row: int) -> Int32:

@@ -175,7 +175,7 @@ class State:
             self.finish(sibling, reason)
         if request.row == NO_ROW:
             return
-        self.rows.is_finished[request.row] = True
+        self.rows.finish(request.row)
         if self.policy.holds_finished:
             self.release_ended_batch()
         elif self.rows.num_in_flight[request.row] == 0:

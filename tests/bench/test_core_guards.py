@@ -122,7 +122,7 @@ def published(num_tokens: int) -> tuple[PrefixCache, Request]:
     tokens = np.random.default_rng(2).integers(0, 50_000, num_tokens).tolist()
     request = Request("r", 0, tokens, num_tokens, num_tokens + 1, Sampling())
     for page, block in enumerate(allocator.take(num_tokens // 16).tolist()):
-        cache.publish(request, page, [block], [False])
+        cache.publish(request, page, [block], [0])
     return cache, request
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tests.core.step_cost import Cost, cost, decoding
 
-MAX_LOOPS = {256: 110, 1024: 60}  # about twice what they take; see step_cost.py for the unit
+MAX_LOOPS = {256: 80, 1024: 40}  # about twice what they take; see step_cost.py for the unit
 TURNS = 6  # of which the cheapest counts: others may use the machine too
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from protos import link_pb2
@@ -29,6 +29,13 @@ class Letters:
     def __init__(self, stop: str = "") -> None:
         self.stop = stop
         self.matched_stop: str | None = None
+
+    @property
+    def seeks_stop(self) -> bool:
+        return bool(self.stop)
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self.push, token_ids))
 
     def push(self, token_id: int) -> str:
         letter = chr(ord("a") + token_id % 26)

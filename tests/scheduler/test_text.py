@@ -289,6 +289,30 @@ def test_pieces_change_nothing(tokenizer: Tokenizer, ids: list[int], num_prompt:
     assert texts[0] == texts[1]
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    tokenizer=st.sampled_from([BYTES, MERGED, PIECES]),
+    text=st.text(alphabet="abEND €ก\n👩\ufffd", max_size=40),
+    stop=st.sampled_from([[], ["END"]]),
+    sizes=st.lists(st.integers(0, 5), max_size=30),
+)
+def test_many_tokens_at_once_change_nothing(
+    tokenizer: Tokenizer, text: str, stop: list[str], sizes: list[int]
+) -> None:
+    """The plain twin of making text of several steps' tokens together."""
+    ids = encode(tokenizer, text)
+    pieces = Pieces(decoder(tokenizer)) if tokenizer is not PIECES else None
+    one_by_one, together = (
+        OutputText(decoder(tokenizer), [], pieces=pieces, stop=stop) for _ in range(2)
+    )
+    shown = []
+    for size in [*sizes, len(ids)]:
+        portion, ids = ids[:size], ids[size:]
+        shown.append((together.push_all(portion), "".join(map(one_by_one.push, portion))))
+    shown.append((together.finish(), one_by_one.finish()))
+    assert [pair[0] for pair in shown] == [pair[1] for pair in shown]
+
+
 @settings(max_examples=150, deadline=None)
 @given(ids=st.lists(st.integers(0, 255), max_size=60), num_prompt=st.integers(0, 10))
 def test_any_bytes_decode_as_a_whole(ids: list[int], num_prompt: int) -> None:

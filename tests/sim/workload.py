@@ -199,10 +199,10 @@ class Simulation:
         result = self.results.popleft()
         self.worker.finish(result.step_id)
         absorbed = absorb(self.state, result)
-        for request, token_id in absorbed.tokens:
-            self.outcome.tokens[key(request)].append(token_id)
-            if request.finish_reason is not None:
-                self._ended(request)
+        for request in absorbed.sampled:
+            self.outcome.tokens[key(request)].append(request.token_ids[-1])
+        for request in absorbed.ended:
+            self._ended(request)
 
     def turn(self) -> bool:
         """Plans what it may, then takes one result; False when there was nothing to do."""
