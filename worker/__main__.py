@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import importlib
 import logging
@@ -42,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Before torch loads OpenMP: threads that spin while they wait take the cores from the scheduler
     # and from each other, and a step takes ten times as long on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    _keep_freed_memory()
     build_ahead()  # a compiler works beside the imports
     link = None
     reason = "the worker failed"
@@ -105,6 +107,14 @@ def import_ahead() -> None:
     with contextlib.suppress(ImportError), _no_garbage():
         importlib.import_module("worker.load")
         importlib.import_module("worker.runner")
+
+
+def _keep_freed_memory() -> None:
+    """Large results come and go with every step; given back to the system and taken again, their
+    pages would be zeroed each time."""
+    with contextlib.suppress(AttributeError, OSError):  # a C library without mallopt
+        for parameter in (-1, -3):  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
+            ctypes.CDLL(None).mallopt(parameter, 1 << 30)
 
 
 @contextlib.contextmanager
