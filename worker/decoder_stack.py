@@ -54,11 +54,8 @@ class DecoderStack:
         if layer is self._layers[0]:
             step = running_step()
             is_served = step is not None and isinstance(step.backend, CpuBackend)
-            self._step, self._input, self._embeddings = (
-                step if is_served else None,
-                hidden_states,
-                [],
-            )
+            self._step = step if is_served else None
+            self._input, self._embeddings = hidden_states, []
         if self._step is None:
             return None
         if hidden_states is not self._input or layer is not self._layers[len(self._embeddings)]:
