@@ -2,13 +2,14 @@
 
 Owns: what a layer consists of (LayerParts), handing it to C, the memory that layers share for
 values in between. Does not own: arithmetic (kernels/decoder.c), finding the parts in a model and
-proving that the result is the same (fusing.py), attention (attention/).
+proving that the result is the same (fusing.py), attention (attention/), all layers as one call
+(decoder_stack.py).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -57,14 +58,17 @@ class LayerParts:
     after_mlp: Norm | None
 
 
+Embeddings = tuple[torch.Tensor, torch.Tensor]  # cos and sin [1, T, dim]
+
+
 class Workspace:
     """Memory for what a layer computes on the way; all layers of a model take turns with it."""
 
     def __init__(self) -> None:
         self._rows = 0
         self._parts: list[LayerParts] = []
-        self._embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._rotary = _Rotary(None, None, 0)
+        self._embeddings: Embeddings | None = None
+        self._rotary = c_rotary(None)
         self.c_struct = _Workspace()
 
     def serve(self, parts: LayerParts) -> None:
@@ -81,22 +85,19 @@ class Workspace:
         self.normed = torch.empty(rows, hidden)
         self.summand = torch.empty(rows, hidden)
         self.qkv = torch.empty(rows * max(_width(parts.qkv) for parts in self._parts))
+        self.attended = torch.empty(rows, max(parts.o.in_features for parts in self._parts))
         self.gate_up = torch.empty(rows * max(_width(parts.gate_up) for parts in self._parts))
         self.scratch = torch.empty(max(x.scratch_bytes(rows) for x in linears), dtype=torch.uint8)
         for name in _MEMORIES:
             setattr(self.c_struct, name, getattr(self, name).data_ptr())
         self._rows = rows
 
-    def rotary(self, embeddings: tuple[torch.Tensor, torch.Tensor] | None) -> int:
+    def rotary(self, embeddings: Embeddings | None) -> int:
         """The address of the struct for cos and sin [1, T, dim], of which None rotate nothing. Most
         models hand the same two to all layers of a forward."""
         if embeddings is not self._embeddings:
             self._embeddings = embeddings  # and no longer: its address may be given out again
-            self._rotary = _Rotary(None, None, 0)
-            if embeddings is not None:
-                self._kept = [tensor.contiguous() for tensor in embeddings]
-                cos, sin = self._kept
-                self._rotary = _Rotary(cos.data_ptr(), sin.data_ptr(), cos.shape[-1])
+            self._rotary = c_rotary(embeddings)
         return ctypes.addressof(self._rotary)
 
 
@@ -111,8 +112,9 @@ class FusedLayer:
         self._end.argtypes = _arguments("pppippi")
         self.parts, self._workspace = parts, workspace
         self.call: AttentionCall | None = None  # what the layer asks of its attention
+        self.stack: Stack | None = None  # may answer in this layer's place
         self._c_layer = _c_layer(parts)
-        self._layer = ctypes.addressof(self._c_layer)
+        self.c_pointer = ctypes.addressof(self._c_layer)  # a `struct layer *`
         self._work = ctypes.addressof(workspace.c_struct)
         workspace.serve(parts)
         heads = (parts.num_heads, parts.num_kv_heads, parts.num_kv_heads)
@@ -122,18 +124,22 @@ class FusedLayer:
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        position_embeddings: Embeddings | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """[1, T, hidden] -> the same shape."""
         parts = self.parts
         refuse_mask(parts.attention, attention_mask)
+        if self.stack is not None:
+            answer = self.stack(self, hidden_states, position_embeddings)
+            if answer is not None:
+                return answer
         assert self.call is not None
         hidden_states = hidden_states.contiguous()
         rows, threads = hidden_states.shape[1], torch.get_num_threads()
         self._workspace.reserve(rows)
         rotary = self._workspace.rotary(position_embeddings if parts.rotates else None)
-        self._begin(self._layer, hidden_states.data_ptr(), rows, rotary, self._work, threads)
+        self._begin(self.c_pointer, hidden_states.data_ptr(), rows, rotary, self._work, threads)
         qkv = self._workspace.qkv[: rows * sum(self._heads)].view(1, rows, -1, parts.head_dim)
         query, key, value = qkv.transpose(1, 2).split(
             [parts.num_heads, parts.num_kv_heads, parts.num_kv_heads], dim=1
@@ -141,7 +147,7 @@ class FusedLayer:
         attended = attend_layer(parts.attention, query, key, value, self.call).contiguous()
         out = torch.empty_like(hidden_states)
         self._end(
-            self._layer,
+            self.c_pointer,
             hidden_states.data_ptr(),
             attended.data_ptr(),
             rows,
@@ -150,6 +156,10 @@ class FusedLayer:
             threads,
         )
         return out
+
+
+# (layer, its input, its embeddings) -> its output, or None: then the layer is to compute it
+Stack = Callable[[FusedLayer, torch.Tensor, Embeddings | None], torch.Tensor | None]
 
 
 class _Norm(ctypes.Structure):  # struct norm
@@ -168,7 +178,7 @@ _NUMBERS: Final = (
 )
 
 
-_MEMORIES: Final = ("normed", "summand", "qkv", "gate_up", "scratch")
+_MEMORIES: Final = ("normed", "summand", "qkv", "attended", "gate_up", "scratch")
 
 
 class _Layer(ctypes.Structure):  # struct layer
@@ -183,8 +193,19 @@ class _Workspace(ctypes.Structure):  # struct workspace
     _fields_ = [(name, ctypes.c_void_p) for name in _MEMORIES]
 
 
-class _Rotary(ctypes.Structure):  # struct rotary
+class CRotary(ctypes.Structure):
+    """struct rotary"""
+
     _fields_ = [("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p), ("dim", ctypes.c_int64)]
+
+
+def c_rotary(embeddings: Embeddings | None) -> CRotary:
+    """None rotate nothing. What is pointed to lives as long as the result, not as its copies."""
+    made = CRotary(None, None, 0)
+    if embeddings is not None:
+        made.kept = cos, sin = [tensor.contiguous() for tensor in embeddings]
+        made.cos, made.sin, made.dim = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
+    return made
 
 
 def _c_layer(parts: LayerParts) -> _Layer:

@@ -10,7 +10,7 @@ answers. All other layers stay as they are.
 The plain twin is the model's own forward: unfuse_model() brings it back.
 
 Owns: recognition, proof, what is said about it. Does not own: the fused layer (decoder_layer.py),
-packing (packing.py).
+all of them as one (decoder_stack.py), packing (packing.py).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from worker.attention.interface import AttentionCall, answering, layer_index
 from worker.decoder_layer import GELU_TANH, SILU, FusedLayer, LayerParts, Norm, Workspace
+from worker.decoder_stack import DecoderStack
 from worker.geometry import Geometry
 from worker.packed_linear import PackedLinear
 
@@ -78,7 +79,8 @@ def fuse_model(model: PreTrainedModel, geometry: Geometry) -> int:
     if not any(isinstance(module, PackedLinear) for module in layers.modules()):
         return 0  # what is not packed is meant to stay as it is
     recorded = _record(model, layers)
-    workspace, fused = Workspace(), 0
+    workspace = Workspace()
+    fused: list[FusedLayer] = []
     reasons: Counter[str] = Counter()
     for layer in layers:
         try:
@@ -88,12 +90,17 @@ def fuse_model(model: PreTrainedModel, geometry: Geometry) -> int:
             reasons[str(reason)] += 1
         else:
             layer.forward = one
-            fused += 1
+            fused.append(one)
     name = type(layers[0]).__name__
-    _logger.info("fused %d of %d layers (%s)", fused, len(layers), name)
+    is_stack = len(fused) == len(layers) and _follow_each_other(layers, recorded)
+    if is_stack:
+        DecoderStack(fused, workspace)
+    _logger.info(
+        "fused %d of %d layers (%s)%s", len(fused), len(layers), name, ", as one" * is_stack
+    )
     for why, count in reasons.items():
         _logger.info("%d layers (%s) stay as they are: %s", count, name, why)
-    return fused
+    return len(fused)
 
 
 def unfuse_model(model: nn.Module) -> None:
@@ -251,3 +258,12 @@ def _prove(fused: FusedLayer, layer: nn.Module, recorded: _Recorder) -> None:
         limit = _TOLERANCE * wanted.abs().max()
         if wanted.shape != got.shape or not (wanted - got).abs().max() <= limit:
             raise _Unlike(f"its {name} would be another one")
+
+
+def _follow_each_other(layers: nn.ModuleList, recorded: _Recorder) -> bool:
+    """Whether each layer got what the one before it gave: the same object, not an equal one."""
+    gets = [recorded.inputs[id(layer)][0][:1] for layer in layers]
+    gives = [recorded.outputs[id(layer)] for layer in layers]
+    return all(
+        len(got) == 1 and got[0] is given for got, given in zip(gets[1:], gives[:-1], strict=True)
+    )

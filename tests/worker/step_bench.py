@@ -1,23 +1,27 @@
 """Where a step's time goes on this CPU: SmolLM2, packed linear layers, fused decoder layers.
 
 `python -m tests.worker.step_bench` prints it. A decode step is timed as the worker runs it, greedy
-sampling included, in turns with its linear layers alone on as many rows; attention is timed within
-the step. Keys and values are random, so no prompts need to be computed first.
+sampling included, in turns with the same step layer by layer, where attention is timed, and with
+its linear layers alone on as many rows, where each wakes its own threads. Keys and values are
+random, so no prompts need to be computed first.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from protos import link_pb2
 from tests.worker.attention_bench import in_turns
 from tests.worker.planner import Planner, Request
+from worker.decoder_layer import FusedLayer
 from worker.fusing import unfuse_model
 from worker.load import LoadedModel, load_model
 from worker.packed_linear import PackedLinear
@@ -34,19 +38,20 @@ class StepFigures:
     num_rows: int
     num_tokens: int
     total: float
+    layer_by_layer: float
     linears: float  # timed alone, lm_head included
-    attention: float
+    attention: float  # of the step layer by layer
 
     @property
     def ratio(self) -> float:
         return self.total / self.linears
 
     def __str__(self) -> str:
-        rest = self.total - self.linears - self.attention
         return (
-            f"decode step {self.num_rows:2d} x {self.num_tokens}: {self.total:.1f} ms; its linear "
-            f"layers alone {self.linears:.1f} ms (ratio {self.ratio:.2f}); attention "
-            f"{self.attention:.1f} ms; rest {rest:.1f} ms"
+            f"decode step {self.num_rows:2d} x {self.num_tokens}: {self.total:.1f} ms; "
+            f"layer by layer {self.layer_by_layer:.1f} ms "
+            f"({self.layer_by_layer / self.total:.2f} times), attention {self.attention:.1f} ms "
+            f"of it; linear layers alone {self.linears:.1f} ms (ratio {self.ratio:.2f})"
         )
 
 
@@ -108,18 +113,38 @@ def decode(
         in_attention[-1] += time.perf_counter() - begin
         return out
 
-    runner.backend.attend = timed  # type: ignore[method-assign]
-
-    def run() -> None:
+    def layer_by_layer() -> None:
         in_attention.append(0.0)
-        step()
+        with without_stack(loaded), patch.object(runner.backend, "attend", timed):
+            step()
 
-    seconds = in_turns({"step": run, "linears": linears_of(loaded, num_rows)}, turns)
+    seconds = in_turns(
+        {
+            "step": step,
+            "layer by layer": layer_by_layer,
+            "linears": linears_of(loaded, num_rows),
+        },
+        turns,
+    )
     return StepFigures(
         num_rows,
         num_tokens,
         *(statistics.median(of) * 1000 for of in (*seconds.values(), in_attention[1:])),
     )
+
+
+@contextmanager
+def without_stack(loaded: LoadedModel) -> Iterator[None]:
+    forwards = (vars(module).get("forward") for module in loaded.model.modules())
+    layers = [forward for forward in forwards if isinstance(forward, FusedLayer)]
+    stacks = [layer.stack for layer in layers]
+    for layer in layers:
+        layer.stack = None
+    try:
+        yield
+    finally:
+        for layer, stack in zip(layers, stacks, strict=True):
+            layer.stack = stack
 
 
 def prefill(loaded: LoadedModel, num_tokens: int = 512, turns: int = 5) -> str:

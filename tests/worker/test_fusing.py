@@ -18,8 +18,17 @@ UNLIKE = {"gpt2", "gpt_oss", "cohere2", "phimoe"}
 MAX_TOKENS = [4, 2, 4, 3, 2, 3]
 
 
+def fused_layers(model) -> list[FusedLayer]:
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return [forward for forward in forwards if isinstance(forward, FusedLayer)]
+
+
 def num_fused(model) -> int:
-    return sum(isinstance(vars(m).get("forward"), FusedLayer) for m in model.modules())
+    return len(fused_layers(model))
+
+
+def num_stacked(model) -> int:
+    return sum(layer.stack is not None for layer in fused_layers(model))
 
 
 def answers(it, prompts) -> list[Answer]:
@@ -32,6 +41,7 @@ def test_fused_and_plain_give_the_same_tokens(served, prompts, family):
     norms on both sides. And the families that should be fused are, or speed goes unnoticed."""
     fused, plain = served(SERVED[family]), served(SERVED[family])
     layers = plain.loaded.geometry.num_layers
+    assert num_fused(fused.loaded.model) == num_stacked(fused.loaded.model)
     assert num_fused(fused.loaded.model) == (0 if family in UNLIKE else layers)
     unfuse_model(plain.loaded.model)
     assert num_fused(plain.loaded.model) == 0

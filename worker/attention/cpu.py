@@ -1,7 +1,8 @@
 """The CPU backend: calls the C kernel through ctypes.
 
-Owns: handing tensors over as pointers, lengths and strides. Does not own: arithmetic
-(kernels/paged.c), building it (kernels/build.py), or when to use it (attention/__init__.py).
+Owns: handing tensors over as pointers, lengths and strides, for whoever else calls the kernel too
+(decoder_stack.py). Does not own: arithmetic (kernels/paged.c), building it (kernels/build.py), or
+when to use it (attention/__init__.py).
 """
 
 from __future__ import annotations
@@ -44,45 +45,35 @@ class CpuBackend:
             for tensor in (query, key, value)
         )
         out = torch.empty(query.shape, dtype=query.dtype)
-        sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
         new = _NewKv(
             k=key.data_ptr(),
             v=value.data_ptr(),
             strides=(*key.stride()[:2], *value.stride()[:2]),
-            slot_mapping=tables.slot_mapping.data_ptr(),
             num_tokens=key.shape[0],
         )
-        asked = _Queries(
+        asked = c_call(call)
+        queries = _Queries(
             q=query.data_ptr(),
             token_stride=query.stride(0),
             head_stride=query.stride(1),
             num_heads=query.shape[1],
             out=out.data_ptr(),
-            sinks=None if sinks is None else sinks.data_ptr(),
-            scaling=call.scaling,
-            softcap=call.softcap,
-            sliding_window=call.sliding_window,
-        )
-        lengths = _Tables(
-            num_requests=len(context.seq_lens),
-            query_start_loc=context.query_start_loc.data_ptr(),
-            seq_lens=context.seq_lens.data_ptr(),
-            table_start=tables.table_start.data_ptr(),
-            blocks=tables.blocks.data_ptr(),
-            first_positions=tables.first_positions.data_ptr(),
+            call=asked,
         )
         if self._attend(
-            ctypes.byref(_layer(pages)),
+            ctypes.byref(c_pages(pages)),
             ctypes.byref(new),
-            ctypes.byref(asked),
-            ctypes.byref(lengths),
+            ctypes.byref(queries),
+            ctypes.byref(c_tables(context, tables)),
             torch.get_num_threads(),
         ):
             raise MemoryError("no memory for the attention kernel's tiles")
         return out
 
 
-class _Layer(ctypes.Structure):  # struct kv_layer
+class CPages(ctypes.Structure):
+    """struct kv_layer of kernels/paged.h"""
+
     _fields_ = [
         ("pages", ctypes.c_void_p),
         ("block_stride", ctypes.c_int64),
@@ -93,12 +84,36 @@ class _Layer(ctypes.Structure):  # struct kv_layer
     ]
 
 
+class CCall(ctypes.Structure):
+    """struct call"""
+
+    _fields_ = [
+        ("sinks", ctypes.c_void_p),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("sliding_window", ctypes.c_int64),
+    ]
+
+
+class CTables(ctypes.Structure):
+    """struct tables"""
+
+    _fields_ = [
+        ("num_requests", ctypes.c_int64),
+        ("query_start_loc", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("table_start", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+        ("first_positions", ctypes.c_void_p),
+        ("slot_mapping", ctypes.c_void_p),
+    ]
+
+
 class _NewKv(ctypes.Structure):  # struct new_kv
     _fields_ = [
         ("k", ctypes.c_void_p),
         ("v", ctypes.c_void_p),
         ("strides", ctypes.c_int64 * 4),
-        ("slot_mapping", ctypes.c_void_p),
         ("num_tokens", ctypes.c_int64),
     ]
 
@@ -110,31 +125,40 @@ class _Queries(ctypes.Structure):  # struct queries
         ("head_stride", ctypes.c_int64),
         ("num_heads", ctypes.c_int64),
         ("out", ctypes.c_void_p),
-        ("sinks", ctypes.c_void_p),
-        ("scaling", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("sliding_window", ctypes.c_int64),
+        ("call", CCall),
     ]
 
 
-class _Tables(ctypes.Structure):  # struct tables
-    _fields_ = [
-        ("num_requests", ctypes.c_int64),
-        ("query_start_loc", ctypes.c_void_p),
-        ("seq_lens", ctypes.c_void_p),
-        ("table_start", ctypes.c_void_p),
-        ("blocks", ctypes.c_void_p),
-        ("first_positions", ctypes.c_void_p),
-    ]
-
-
-def _layer(pages: torch.Tensor) -> _Layer:
+def c_pages(pages: torch.Tensor) -> CPages:
+    """Of a layer's pages [num_blocks, 2, Hkv, page_size, D]."""
     _, _, num_kv_heads, page_size, head_dim = pages.shape
-    return _Layer(
+    return CPages(
         pages=pages.data_ptr(),
         block_stride=pages.stride(0),
         num_kv_heads=num_kv_heads,
         page_size=page_size,
         head_dim=head_dim,
         dtype=_DTYPES[pages.dtype],
+    )
+
+
+def c_call(call: AttentionCall) -> CCall:
+    """The sinks that are pointed to live as long as the result, not as its copies."""
+    made = CCall(scaling=call.scaling, softcap=call.softcap, sliding_window=call.sliding_window)
+    if call.sinks is not None:
+        made.kept = call.sinks.to(torch.float32).contiguous()
+        made.sinks = made.kept.data_ptr()
+    return made
+
+
+def c_tables(context: StepContext, tables: GroupTables) -> CTables:
+    """Of a step, for the layers of one group; both must outlive it."""
+    return CTables(
+        num_requests=len(context.seq_lens),
+        query_start_loc=context.query_start_loc.data_ptr(),
+        seq_lens=context.seq_lens.data_ptr(),
+        table_start=tables.table_start.data_ptr(),
+        blocks=tables.blocks.data_ptr(),
+        first_positions=tables.first_positions.data_ptr(),
+        slot_mapping=tables.slot_mapping.data_ptr(),
     )

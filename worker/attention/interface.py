@@ -99,10 +99,7 @@ class StepContext:
     ) -> torch.Tensor:
         """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
         group, pages = self.pool.layer_views(layer_index(module))
-        window = self.pool.geometry.groups[group].sliding_window
-        if call.sliding_window != window:
-            # some models apply the window through a mask only: the config decides
-            call = AttentionCall(call.scaling, window, call.softcap, call.sinks)
+        call = with_window_of(self.pool, group, call)
         tables = self.groups[group]
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         return self.backend.attend(query, key, value, pages, self, tables, call)[None]
@@ -174,6 +171,20 @@ def attend_layer(
     if _handler is None:
         raise RuntimeError(f"{ATTENTION_NAME} was called outside of a step: there is no context")
     return _handler.attend_layer(module, query, key, value, call)
+
+
+def running_step() -> StepContext | None:
+    """The step whose forward runs; None where there is none, or something else answers."""
+    return _handler if isinstance(_handler, StepContext) else None
+
+
+def with_window_of(pool: KvPool, group: int, call: AttentionCall) -> AttentionCall:
+    """What a layer of cache group `group` asks for: some models apply the window through a mask
+    only, so the configuration decides."""
+    window = pool.geometry.groups[group].sliding_window
+    if call.sliding_window == window:
+        return call
+    return AttentionCall(call.scaling, window, call.softcap, call.sinks)
 
 
 def refuse_mask(module: nn.Module, attention_mask: torch.Tensor | None) -> None:

@@ -1,48 +1,14 @@
 /* A decoder layer around its attention: norms, projections, rotary embedding, MLP, residuals.
  *
- * layer_begin makes queries, keys and values of the layer's input; layer_end makes its output of
- * the input and of what attention gave. float32 throughout, on the CPU; linear layers are packed
- * ones (linear.h). Each is one parallel region: linear layers are shared out by output features,
- * everything else by rows. A row's bits depend on that row alone: every sum has one fixed order.
+ * What comes before makes queries, keys and values of the layer's input; what comes after makes its
+ * output of the input and of what attention gave. float32 throughout, on the CPU; linear layers are
+ * packed ones (linear.h), shared out to threads by output features; everything else is by rows. A
+ * row's bits depend on that row alone: every sum has one fixed order.
  */
-#include "linear.h"
-#include "threads.h"
+#include "decoder.h"
 #include "vectors.h"
 
 #include <math.h>
-
-enum { SILU = 0, GELU_TANH = 1 };
-
-struct norm { /* x / sqrt(mean(x^2) + eps) * weight; weight NULL = no norm here */
-  const float *weight;
-  int64_t width;
-  float eps;
-};
-
-struct layer { /* mirrored by a ctypes structure in fused_layers.py */
-  struct norm input, after_attention, before_mlp, after_mlp; /* the two `after`: before the sum */
-  struct norm q, k; /* as wide as a head, or as all heads of a token */
-  /* k and v are NULL where q gives all three, one after the other; up likewise, behind gate */
-  const struct linear *q_proj, *k_proj, *v_proj, *o_proj, *gate, *up, *down;
-  int64_t hidden, num_heads, num_kv_heads, head_dim, intermediate, activation;
-};
-
-struct workspace { /* all of it holds one call's values only */
-  float *normed, *summand; /* [rows][hidden] */
-  float *qkv;              /* [rows][(num_heads + 2 num_kv_heads) head_dim] */
-  float *gate_up;          /* [rows][2 intermediate] */
-  void *scratch;           /* what linear_scratch asks for at most */
-};
-
-struct rotary { /* [rows][dim], rotates the first `dim` of each head, halves against each other */
-  const float *cos, *sin;
-  int64_t dim; /* 0 = no rotation */
-};
-
-struct team { /* one thread's place in a parallel region */
-  struct meeting *meeting;
-  int thread, threads;
-};
 
 /* ---- a row ------------------------------------------------------------------------------ */
 
@@ -109,16 +75,6 @@ static void activate(int64_t activation, float *gate, const float *up, int64_t w
 
 /* ---- a layer ---------------------------------------------------------------------------- */
 
-static void together(struct team team) { meet(team.meeting, team.threads); }
-
-static int64_t first_row(struct team team, int64_t rows) {
-  return rows * team.thread / team.threads;
-}
-
-static int64_t end_row(struct team team, int64_t rows) {
-  return rows * (team.thread + 1) / team.threads;
-}
-
 /* linear layers over the same rows, whose results follow each other; NULL entries are left out */
 static void project(struct team team, const struct linear *const *layers, int count,
                     const float *x, int64_t x_stride, int64_t rows, float *out, int64_t out_stride,
@@ -134,8 +90,8 @@ static void project(struct team team, const struct linear *const *layers, int co
   }
 }
 
-static void begin(struct team team, const struct layer *layer, const float *x, int64_t rows,
-                  const struct rotary *rotary, const struct workspace *work) {
+void before_attention(struct team team, const struct layer *layer, const float *x, int64_t rows,
+                      const struct rotary *rotary, const struct workspace *work) {
   const int64_t hidden = layer->hidden, head_dim = layer->head_dim;
   const int64_t q_width = layer->num_heads * head_dim, kv_width = layer->num_kv_heads * head_dim;
   const int64_t width = q_width + 2 * kv_width;
@@ -158,8 +114,9 @@ static void begin(struct team team, const struct layer *layer, const float *x, i
   }
 }
 
-static void end(struct team team, const struct layer *layer, const float *x,
-                const float *attended, int64_t rows, float *out, const struct workspace *work) {
+void after_attention(struct team team, const struct layer *layer, const float *x,
+                     const float *attended, int64_t rows, float *out,
+                     const struct workspace *work) {
   const int64_t hidden = layer->hidden, inner = layer->intermediate;
   const int64_t q_width = layer->num_heads * layer->head_dim;
   project(team, &layer->o_proj, 1, attended, q_width, rows, work->summand, hidden, 0,
@@ -198,20 +155,18 @@ static void end(struct team team, const struct layer *layer, const float *x,
   }
 }
 
-/* x[rows][hidden] -> work->qkv */
+/* before_attention in a parallel region of its own */
 void layer_begin(const struct layer *layer, const float *x, int64_t rows,
                  const struct rotary *rotary, const struct workspace *work, int num_threads) {
   struct meeting meeting = {0};
 #pragma omp parallel num_threads(num_threads)
-  begin((struct team){&meeting, omp_get_thread_num(), omp_get_num_threads()}, layer, x, rows,
-        rotary, work);
+  before_attention(team_in(&meeting), layer, x, rows, rotary, work);
 }
 
-/* x and attended [rows][num_heads head_dim] -> out[rows][hidden] */
+/* after_attention likewise */
 void layer_end(const struct layer *layer, const float *x, const float *attended, int64_t rows,
                float *out, const struct workspace *work, int num_threads) {
   struct meeting meeting = {0};
 #pragma omp parallel num_threads(num_threads)
-  end((struct team){&meeting, omp_get_thread_num(), omp_get_num_threads()}, layer, x, attended,
-      rows, out, work);
+  after_attention(team_in(&meeting), layer, x, attended, rows, out, work);
 }

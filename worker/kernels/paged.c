@@ -1,6 +1,6 @@
 /* Paged attention on the CPU: the loops of worker/attention/cpu.py.
  *
- * attend copies new keys and values into their slots of the pool, then computes causal
+ * It copies new keys and values into their slots of the pool, then computes causal
  * attention of ragged queries over the pages that the block tables name. All strides are in
  * elements. K and V may be float32, float16 or bfloat16; arithmetic is float32.
  *
@@ -10,51 +10,23 @@
  * one fixed order of operations whatever the tile's shape (vectors are written out here, so no
  * compiler reassociates); and what a tile computes beyond a token's own keys has weight exactly 0.
  */
+#include "paged.h"
 #include "paged_tiles.h"
 
-#include <stddef.h>
 #include <stdlib.h>
 
 #define TILE_ROWS 24 /* (query token, query head) pairs that share one pass over the keys */
+#define LINE 16 /* floats of a cache line: threads write to lines of their own */
 #define NEVER_SEEN -1e30f /* a row maximum before the first visible key: finite, so no inf - inf */
-
-/* ---- the interface: mirrored by ctypes structures in cpu.py ------------------------------ */
-
-struct kv_layer { /* pages [block][K,V][kv_head][page_size][head_dim] of one layer */
-  void *pages;
-  int64_t block_stride; /* elements; inner dimensions are contiguous */
-  int64_t num_kv_heads, page_size, head_dim, dtype;
-};
-
-struct new_kv { /* [T][num_kv_heads][head_dim], elements of a head contiguous */
-  const void *k, *v;
-  int64_t strides[4];          /* token and head of k, token and head of v */
-  const int64_t *slot_mapping; /* [T] */
-  int64_t num_tokens;
-};
-
-struct queries {
-  const void *q; /* [T][num_heads][head_dim], elements of a head contiguous */
-  int64_t token_stride, head_stride, num_heads;
-  void *out; /* [T][num_heads][head_dim] contiguous */
-  const float *sinks; /* [num_heads] or NULL */
-  float scaling, softcap; /* softcap 0 = none */
-  int64_t sliding_window; /* 0 = none; counts the current token */
-};
-
-struct tables {
-  int64_t num_requests;
-  const int32_t *query_start_loc, *seq_lens, *table_start, *blocks, *first_positions;
-};
 
 static int64_t itemsize(int64_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
-static void write_kv(const struct kv_layer *kv, const struct new_kv *new, int num_threads) {
+void write_kv(const struct kv_layer *kv, const struct new_kv *new, const struct tables *tables,
+              int64_t first, int64_t end) {
   const int64_t size = itemsize(kv->dtype), run = kv->head_dim * size;
   const int64_t head = kv->page_size * run; /* bytes of one head's page */
-#pragma omp parallel for num_threads(num_threads) if (new->num_tokens * kv->num_kv_heads > 512)
-  for (int64_t t = 0; t < new->num_tokens; t++) {
-    const int64_t slot = new->slot_mapping[t];
+  for (int64_t t = first; t < end; t++) {
+    const int64_t slot = tables->slot_mapping[t];
     const int64_t block = slot / kv->page_size, place = slot % kv->page_size;
     char *to = (char *)kv->pages + block * kv->block_stride * size + place * run;
     for (int64_t h = 0; h < kv->num_kv_heads; h++) {
@@ -151,7 +123,7 @@ static void attend_keys(const struct kv_layer *kv, const struct queries *in,
                         const struct tables *tables, struct tile tile, int64_t position,
                         int64_t from, int64_t to, int dim, const struct scratch *s) {
   const int group = (int)(in->num_heads / kv->num_kv_heads), rows = tile.tokens * group;
-  const int64_t window = in->sliding_window;
+  const int64_t window = in->call.sliding_window;
   const int32_t *table = tables->blocks + tables->table_start[tile.request];
   const int64_t table_position = tables->first_positions[tile.request];
 
@@ -205,8 +177,8 @@ static void attend_keys(const struct kv_layer *kv, const struct queries *in,
           const int64_t low = window && own - window + 1 > base ? own - window + 1 - base : 0;
           const int64_t high = own + 1 - base < span ? own + 1 - base : span;
           const float decay =
-              weigh(scores + row * KEYS, part.length * STREAMS, (int)low, (int)high, in->scaling,
-                    in->softcap, s->max + first + row, s->sum + first + row);
+              weigh(scores + row * KEYS, part.length * STREAMS, (int)low, (int)high, in->call.scaling,
+                    in->call.softcap, s->max + first + row, s->sum + first + row);
           for (int d = 0; d < dim; d += LANES)
             store(out + row * dim + d, load(out + row * dim + d) * splat(decay));
         }
@@ -222,15 +194,15 @@ static void attend_tile(const struct kv_layer *kv, const struct queries *in,
   const int64_t begin = tables->query_start_loc[tile.request];
   const int64_t length = tables->query_start_loc[tile.request + 1] - begin;
   const int64_t position = tables->seq_lens[tile.request] - length + tile.first;
-  const int64_t size = itemsize(kv->dtype), window = in->sliding_window;
+  const int64_t size = itemsize(kv->dtype), window = in->call.sliding_window;
 
   for (int row = 0; row < rows * tile.heads; row++) {
     const int64_t token = begin + tile.first + row % rows / group;
     const int64_t query_head = (tile.head + row / rows) * group + row % group;
     const int64_t at = token * in->token_stride + query_head * in->head_stride;
     widen((const char *)in->q + at * size, s->q + row * dim, (int)kv->head_dim, (int)kv->dtype);
-    s->max[row] = in->sinks ? in->sinks[query_head] : NEVER_SEEN;
-    s->sum[row] = in->sinks ? 1.0f : 0.0f;
+    s->max[row] = in->call.sinks ? in->call.sinks[query_head] : NEVER_SEEN;
+    s->sum[row] = in->call.sinks ? 1.0f : 0.0f;
   }
   memset(s->out, 0, sizeof(float) * (size_t)(rows * tile.heads * dim));
   const int64_t end = position + tile.tokens; /* one past the last key that any row sees */
@@ -259,54 +231,84 @@ static void attend_heads(const struct kv_layer *kv, const struct queries *in,
     attend_tile(kv, in, tables, tile, dim, s);
 }
 
-/* Returns 0, or -1 when memory for the tiles is not to be had. */
-int attend(const struct kv_layer *kv, const struct new_kv *new, const struct queries *in,
-           const struct tables *tables, int num_threads) {
-  const int group = (int)(in->num_heads / kv->num_kv_heads), heads = (int)kv->num_kv_heads;
-  const int most_tokens = group < TILE_ROWS ? TILE_ROWS / group : 1; /* of one tile */
-  const int most_rows = group < TILE_ROWS ? TILE_ROWS : group;
-  const int dim = (int)((kv->head_dim + LANES - 1) / LANES * LANES);
+static int padded_dim(int64_t head_dim) { return (int)((head_dim + LANES - 1) / LANES * LANES); }
+
+int share_out(struct sharing *sharing, const struct tables *tables, int64_t num_heads,
+              int64_t num_kv_heads, int64_t head_dim, int num_threads) {
+  const int group = (int)(num_heads / num_kv_heads);
   const int64_t requests = tables->num_requests;
-  int64_t *tile_start = malloc(sizeof(int64_t) * (size_t)(requests + 1));
-  if (!tile_start) return -1;
-  write_kv(kv, new, num_threads);
-  tile_start[0] = 0;
+  sharing->most_tokens = group < TILE_ROWS ? TILE_ROWS / group : 1;
+  sharing->most_rows = group < TILE_ROWS ? TILE_ROWS : group;
+  sharing->num_floats =
+      (scratch_floats(sharing->most_rows, padded_dim(head_dim)) + LINE - 1) / LINE * LINE;
+  sharing->tile_start = malloc(sizeof(int64_t) * (size_t)(requests + 1));
+  sharing->scratch = calloc((size_t)num_threads * sharing->num_floats, sizeof(float));
+  if (!sharing->tile_start || !sharing->scratch) {
+    end_sharing(sharing);
+    return -1;
+  }
+  int64_t *start = sharing->tile_start;
+  start[0] = 0;
   for (int64_t r = 0; r < requests; r++) {
     const int64_t length = tables->query_start_loc[r + 1] - tables->query_start_loc[r];
-    tile_start[r + 1] = tile_start[r] + (length + most_tokens - 1) / most_tokens;
+    start[r + 1] = start[r] + (length + sharing->most_tokens - 1) / sharing->most_tokens;
   }
   /* few tiles: each head is an item of its own, so that all threads have work */
-  const int shares = tile_start[requests] < 4 * num_threads ? heads : 1;
-  const int64_t items = tile_start[requests] * shares;
-  int failed = 0;
-#pragma omp parallel num_threads(num_threads) if (items > 1)
-  {
-    float *memory = calloc(scratch_floats(most_rows, dim), sizeof(float));
-    if (!memory) {
-#pragma omp atomic write
-      failed = 1;
+  sharing->shares = start[requests] < 4 * num_threads ? (int)num_kv_heads : 1;
+  sharing->items = start[requests] * sharing->shares;
+  begin_sharing(sharing);
+  return 0;
+}
+
+void begin_sharing(struct sharing *sharing) {
+  atomic_store_explicit(&sharing->next, 0, memory_order_relaxed);
+}
+
+void end_sharing(struct sharing *sharing) {
+  free(sharing->tile_start);
+  free(sharing->scratch);
+}
+
+void attend_share(struct team team, const struct kv_layer *kv, const struct queries *in,
+                  const struct tables *tables, struct sharing *sharing) {
+  const int dim = padded_dim(kv->head_dim), heads_at_once = (int)kv->num_kv_heads / sharing->shares;
+  const struct scratch s = scratch_in(
+      sharing->scratch + (size_t)team.thread * sharing->num_floats, sharing->most_rows, dim);
+  for (;;) {
+    const int64_t item = atomic_fetch_add_explicit(&sharing->next, 1, memory_order_relaxed);
+    if (item >= sharing->items) return;
+    /* the last tile of a request sees the most keys: start with it, for balance */
+    const int64_t place = sharing->items - 1 - item, index = place / sharing->shares;
+    int64_t low = 0, high = tables->num_requests - 1; /* the request whose tiles include `index` */
+    while (low < high) {
+      const int64_t middle = (low + high + 1) / 2;
+      if (sharing->tile_start[middle] <= index) low = middle;
+      else high = middle - 1;
     }
-    const struct scratch s = scratch_in(memory, most_rows, dim);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < items; item++) {
-      if (!memory) continue;
-      /* the last tile of a request sees the most keys: start with it, for balance */
-      const int64_t index = (items - 1 - item) / shares;
-      int64_t low = 0, high = requests - 1; /* the request whose tiles include `index` */
-      while (low < high) {
-        const int64_t middle = (low + high + 1) / 2;
-        if (tile_start[middle] <= index) low = middle;
-        else high = middle - 1;
-      }
-      const int64_t first = (index - tile_start[low]) * most_tokens;
-      const int64_t length = tables->query_start_loc[low + 1] - tables->query_start_loc[low];
-      const int tokens = length - first < most_tokens ? (int)(length - first) : most_tokens;
-      const int64_t head = (items - 1 - item) % shares;
-      const struct tile tile = {low, first, head, heads / shares, tokens};
-      attend_heads(kv, in, tables, tile, dim, &s);
-    }
-    free(memory);
+    const int64_t first = (index - sharing->tile_start[low]) * sharing->most_tokens;
+    const int64_t left =
+        tables->query_start_loc[low + 1] - tables->query_start_loc[low] - first;
+    const int tokens = left < sharing->most_tokens ? (int)left : sharing->most_tokens;
+    const struct tile tile = {low, first, place % sharing->shares, heads_at_once, tokens};
+    attend_heads(kv, in, tables, tile, dim, &s);
   }
-  free(tile_start);
-  return failed ? -1 : 0;
+}
+
+/* One layer's attention in a parallel region of its own. Returns 0, or -1 when memory for the tiles
+ * is not to be had. */
+int attend(const struct kv_layer *kv, const struct new_kv *new, const struct queries *in,
+           const struct tables *tables, int num_threads) {
+  struct sharing sharing;
+  if (share_out(&sharing, tables, in->num_heads, kv->num_kv_heads, kv->head_dim, num_threads))
+    return -1;
+  struct meeting meeting = {0};
+#pragma omp parallel num_threads(num_threads) if (sharing.items > 1)
+  {
+    const struct team team = team_in(&meeting);
+    write_kv(kv, new, tables, first_row(team, new->num_tokens), end_row(team, new->num_tokens));
+    together(team);
+    attend_share(team, kv, in, tables, &sharing);
+  }
+  end_sharing(&sharing);
+  return 0;
 }

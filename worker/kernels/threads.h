@@ -7,6 +7,7 @@
 #pragma once
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdint.h>
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -36,4 +37,24 @@ static inline void meet(struct meeting *m, int threads) {
     else __builtin_ia32_pause();
 #endif
   }
+}
+
+struct team { /* one thread's place in a parallel region */
+  struct meeting *meeting;
+  int thread, threads;
+};
+
+static inline struct team team_in(struct meeting *meeting) {
+  return (struct team){meeting, omp_get_thread_num(), omp_get_num_threads()};
+}
+
+static inline void together(struct team team) { meet(team.meeting, team.threads); }
+
+/* rows [first_row, end_row) are this thread's share of `rows` */
+static inline int64_t first_row(struct team team, int64_t rows) {
+  return rows * team.thread / team.threads;
+}
+
+static inline int64_t end_row(struct team team, int64_t rows) {
+  return rows * (team.thread + 1) / team.threads;
 }

@@ -1,0 +1,135 @@
+"""All decoder layers in one call to C, against the same layers one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.worker.conftest import NUM_CHUNKS, Served, configure, load
+from tests.worker.planner import Answer, GreedySample, Planner, Request, serve
+from tests.worker.tiny_models import gemma2, gemma3, llama, olmo2, phi3, smollm3
+from worker.decoder_layer import FusedLayer
+from worker.decoder_stack import DecoderStack
+from worker.fusing import fuse_model, unfuse_model
+from worker.runner import Runner
+
+MAX_TOKENS = [4, 2, 4, 3, 2, 3]
+
+
+def fused_layers(model: nn.Module) -> list[FusedLayer]:
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return [forward for forward in forwards if isinstance(forward, FusedLayer)]
+
+
+def one_by_one(it: Served) -> Served:
+    for layer in fused_layers(it.loaded.model):
+        layer.stack = None
+    return it
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of every step that a stack computed."""
+    rows: list[int] = []
+    compute = DecoderStack._compute
+
+    def counting(self: DecoderStack, hidden: torch.Tensor, *others: object) -> torch.Tensor:
+        rows.append(hidden.shape[1])
+        return compute(self, hidden, *others)
+
+    monkeypatch.setattr(DecoderStack, "_compute", counting)
+    return rows
+
+
+def answers(it: Served, prompts: list[list[int]], chunk: int = 29) -> list[Answer]:
+    return serve(it.runner, it.planner, it.sample, prompts, MAX_TOKENS, chunk=chunk, stagger=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "num_threads", "weight_format"),
+    [
+        (llama, 1, "float32"),  # one group
+        (llama, 5, "int8"),  # more threads than cores: they give each other way
+        (gemma2, 2, "float32"),  # sliding and full layers, capped scores, heads of 12
+        (gemma3, 2, "float16"),  # two kinds of embeddings
+        (smollm3, 2, "float32"),  # a layer that does not rotate
+        (olmo2, 1, "float32"),  # no norm before attention
+        (phi3, 2, "float32"),  # q, k and v in one matrix, half of a head rotated
+    ],
+)
+def test_bits_are_those_of_layer_by_layer(
+    served: Callable[..., Served],
+    prompts: list[list[int]],
+    computed: list[int],
+    make: Callable[[], object],
+    num_threads: int,
+    weight_format: str,
+) -> None:
+    """Chunked, mixed and decode steps: a stage that reads before all threads have written, or
+    another layer's window, tables, pages or embeddings, changes logits or keys and values."""
+    settings = {"num_threads": num_threads, "weight_format": weight_format}
+    one, other = served(make, **settings), one_by_one(served(make, **settings))
+    found = answers(one, prompts)
+    num_steps = len(computed)
+    assert {1, 29} < set(computed)
+    for got, wanted in zip(found, answers(other, prompts), strict=True):
+        assert got.tokens == wanted.tokens
+        assert torch.equal(got.logits, wanted.logits)
+    assert torch.equal(one.runner.pool.memory, other.runner.pool.memory)
+    assert len(computed) == num_steps
+
+
+def test_other_backends_get_layer_by_layer(
+    served: Callable[..., Served], prompts: list[list[int]], computed: list[int]
+) -> None:
+    """The reference is the oracle: a stack that answered in its place would hide its own errors."""
+    found = answers(served(llama, attention="reference"), prompts)
+    assert not computed
+    for one, other in zip(found, answers(served(llama), prompts), strict=True):
+        assert one.tokens == other.tokens
+
+
+def test_each_pool_has_its_own_pages(
+    served: Callable[..., Served], prompts: list[list[int]]
+) -> None:
+    """Addresses of pages are kept from step to step: those of another runner's pool, or of one that
+    is gone, would be written to."""
+    it = served(llama)
+    expected = answers(it, prompts)
+    for _ in range(2):
+        sample = GreedySample()
+        runner = Runner(it.loaded, configure(), NUM_CHUNKS, sample)
+        again = Served(runner, Planner(it.loaded.geometry, NUM_CHUNKS), sample, it.loaded)
+        for one, other in zip(answers(again, prompts), expected, strict=True):
+            assert one.tokens == other.tokens
+        assert torch.equal(runner.pool.memory, it.runner.pool.memory)
+
+
+def scaled(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (args[0] * 1.5, *args[1:])
+
+
+def test_a_model_that_computes_between_layers_has_no_stack(saved: Callable[..., tuple]) -> None:
+    """What a model does between its layers (a scale, another input mixed in) would be left out."""
+    loaded = load(saved(llama)[0])
+    assert all(layer.stack is not None for layer in fused_layers(loaded.model))
+    unfuse_model(loaded.model)
+    loaded.model.base_model.layers[1].register_forward_pre_hook(scaled)
+    assert fuse_model(loaded.model, loaded.geometry) == 3
+    assert all(layer.stack is None for layer in fused_layers(loaded.model))
+
+
+def test_a_model_that_begins_to_compute_between_layers_is_stopped(
+    served: Callable[..., Served],
+) -> None:
+    """A branch that was not taken when the model was loaded must not be left out silently."""
+    it = served(llama)
+    hook = it.loaded.model.base_model.layers[2].register_forward_pre_hook(scaled)
+    plan = it.planner.plan([(Request([5, 6, 7], 1, row=0), 3)])
+    with pytest.raises(RuntimeError, match="layer 2 does not get what the one before it gave"):
+        it.runner.step(plan)
+    hook.remove()
+    assert it.runner.step(plan).is_finite.tolist() == [1]

@@ -1,0 +1,66 @@
+/* Paged attention (paged.c): what it works on, and what each thread of a team does of it. */
+#pragma once
+#include "threads.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* ---- mirrored by ctypes structures in worker/attention/cpu.py --------------------------- */
+
+struct kv_layer { /* pages [block][K,V][kv_head][page_size][head_dim] of one layer */
+  void *pages;
+  int64_t block_stride; /* elements; inner dimensions are contiguous */
+  int64_t num_kv_heads, page_size, head_dim, dtype;
+};
+
+struct new_kv { /* [T][num_kv_heads][head_dim], elements of a head contiguous */
+  const void *k, *v;
+  int64_t strides[4]; /* token and head of k, token and head of v */
+  int64_t num_tokens;
+};
+
+struct call { /* what a layer asks for */
+  const float *sinks; /* [num_heads] or NULL */
+  float scaling, softcap; /* softcap 0 = none */
+  int64_t sliding_window; /* 0 = none; counts the current token */
+};
+
+struct queries {
+  const void *q; /* [T][num_heads][head_dim], elements of a head contiguous */
+  int64_t token_stride, head_stride, num_heads;
+  void *out; /* [T][num_heads][head_dim] contiguous */
+  struct call call;
+};
+
+struct tables { /* of a step, for the layers of one cache group */
+  int64_t num_requests;
+  const int32_t *query_start_loc, *seq_lens, *table_start, *blocks, *first_positions;
+  const int64_t *slot_mapping; /* [T] */
+};
+
+/* ---- a step's queries, shared out ------------------------------------------------------- */
+
+struct sharing { /* the same for all layers of a step, whichever group they belong to */
+  int64_t *tile_start; /* [num_requests + 1] */
+  int64_t items;       /* a tile, or one kv head of it where tiles are few */
+  int shares, most_tokens, most_rows;
+  float *scratch; /* [threads][num_floats] */
+  size_t num_floats;
+  atomic_llong next; /* the item that nobody has taken yet */
+};
+
+/* Returns 0, or -1 when memory is not to be had; else end_sharing gives it back. */
+int share_out(struct sharing *sharing, const struct tables *tables, int64_t num_heads,
+              int64_t num_kv_heads, int64_t head_dim, int num_threads);
+void end_sharing(struct sharing *sharing);
+
+/* Before a layer other than the first: by one thread, a barrier away from attend_share. */
+void begin_sharing(struct sharing *sharing);
+
+/* Put the keys and values of tokens [first, end) into their slots. */
+void write_kv(const struct kv_layer *kv, const struct new_kv *new, const struct tables *tables,
+              int64_t first, int64_t end);
+
+/* Behind a barrier: takes items until there are none. */
+void attend_share(struct team team, const struct kv_layer *kv, const struct queries *in,
+                  const struct tables *tables, struct sharing *sharing);
