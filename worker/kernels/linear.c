@@ -17,11 +17,11 @@
 #include "weights.h"
 
 #define TILE_ROWS 6
-#define SLICE 192            /* input features; x PANEL floats are a third of a first-level cache */
-#define LONGEST 1024         /* input features that are gone through at once */
+#define SLICE 192             /* input features; x PANEL floats are a third of a first-level cache */
+#define LONGEST 1024          /* input features that are gone through at once */
 #define ROW_FLOATS (64 << 10) /* of rows that are gone through at once */
 #define MOST_ROWS 128
-#define ALONE (1 << 17)      /* activations that one thread prepares before the others start */
+#define ALONE (1 << 17)       /* activations that one thread prepares before the others start */
 
 /* sums[rows][PANEL] += x[features][rows] * weight[features][PANEL], one feature after the other.
  * `rows` is a constant where it is called. Fetches a line of `ahead` for every four features. */
@@ -142,8 +142,10 @@ void linear_share(const struct linear *layer, const float *x, int64_t x_stride, 
         const float *bias = layer->bias + panel * PANEL;
         const int is_start = begin == 0, is_added = !is_start || accumulate;
         for (int64_t r = 0; r < count; r++)
-          for (int c = 0; c < columns; c++)
-            sums[r * PANEL + c] = (is_start ? bias[c] : 0.0f) + (is_added ? place[r * out_stride + c] : 0.0f);
+          for (int c = 0; c < columns; c++) {
+            const float before = is_added ? place[r * out_stride + c] : 0.0f;
+            sums[r * PANEL + c] = is_start ? before + bias[c] : before;
+          }
         multiply_panel(layer->format, stored, stored + features * size, here, packed, width, sums);
         for (int64_t r = 0; r < count; r++)
           memcpy(place + r * out_stride, sums + r * PANEL, sizeof(float) * (size_t)columns);

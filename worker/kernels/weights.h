@@ -17,34 +17,72 @@ INLINE int64_t panel_bytes(int64_t format, int64_t features) {
   }
 }
 
-INLINE void widen_codes(__m128i codes, const vec d[2], const vec m[2], float *to) {
-  store(to, fma8(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(codes)), d[0], m[0]));
-  store(to + LANES, fma8(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpackhi_epi64(codes, codes))), d[1], m[1]));
+#if defined(__AVX2__) && defined(__F16C__)
+INLINE void load_halves(const void *halves, vec to[2]) {
+  const __m128i *p = halves;
+  EACH(c, 2) to[c] = _mm256_cvtph_ps(p[c]);
 }
+
+/* PANEL codes, 0 to 15 or (`is_signed`) -127 to 127 */
+INLINE void widen_codes(__m128i codes, int is_signed, const vec d[2], const vec m[2], float *to) {
+  EACH(c, 2) {
+    const __m128i part = c ? _mm_unpackhi_epi64(codes, codes) : codes;
+    const __m256i wide = is_signed ? _mm256_cvtepi8_epi32(part) : _mm256_cvtepu8_epi32(part);
+    store(to + c * LANES, fma8(_mm256_cvtepi32_ps(wide), d[c], m[c]));
+  }
+}
+
+INLINE void widen_code_pairs(const void *codes, const vec d[2], const vec m[2], float *to) {
+  const __m128i both = _mm_loadu_si128(codes), low = _mm_set1_epi8(15);
+  widen_codes(_mm_and_si128(both, low), 0, d, m, to);
+  widen_codes(_mm_and_si128(_mm_srli_epi16(both, 4), low), 0, d, m, to + PANEL);
+}
+
+INLINE void widen_bytes(const void *codes, const vec d[2], float *to) {
+  const vec none[2] = {splat(0.0f), splat(0.0f)};
+  widen_codes(_mm_loadu_si128(codes), 1, d, none, to);
+}
+#else
+INLINE void load_halves(const void *halves, vec to[2]) {
+  for (int i = 0; i < PANEL; i++)
+    to[i / LANES][i % LANES] = from_float16(((const uint16_t *)halves)[i]);
+}
+
+/* d times a code is exact, so it makes no difference whether the addition is fused with it */
+INLINE void widen_code_pairs(const void *codes, const vec d[2], const vec m[2], float *to) {
+  for (int i = 0; i < PANEL; i++) {
+    const int both = ((const uint8_t *)codes)[i];
+    const float step = d[i / LANES][i % LANES], offset = m[i / LANES][i % LANES];
+    to[i] = step * (float)(both & 15) + offset;
+    to[PANEL + i] = step * (float)(both >> 4) + offset;
+  }
+}
+
+INLINE void widen_bytes(const void *codes, const vec d[2], float *to) {
+  for (int i = 0; i < PANEL; i++)
+    to[i] = d[i / LANES][i % LANES] * (float)((const int8_t *)codes)[i];
+}
+#endif
 
 /* [features][PANEL] as float32: `stored` itself, or what has been put into `to` */
 static const float *widen_panel(int64_t format, const void *stored, int features, float *to) {
+  const char *p = stored;
+  const int halves = 2 * PANEL; /* bytes */
+  vec d[2], m[2];
   if (format == WEIGHT_FLOAT32) return stored;
   if (format == WEIGHT_BLOCKS4) {
-    const __m128i *p = stored, low = _mm_set1_epi8(15);
-    for (int k = 0; k < features; k += BLOCK, p += 4 + BLOCK / 2) {
-      const vec d[2] = {_mm256_cvtph_ps(p[0]), _mm256_cvtph_ps(p[1])};
-      const vec m[2] = {_mm256_cvtph_ps(p[2]), _mm256_cvtph_ps(p[3])};
-      for (int j = 0; j < BLOCK / 2; j++) {
-        float *here = to + (k + 2 * j) * PANEL;
-        widen_codes(_mm_and_si128(p[4 + j], low), d, m, here);
-        widen_codes(_mm_and_si128(_mm_srli_epi16(p[4 + j], 4), low), d, m, here + PANEL);
-      }
+    for (int k = 0; k < features; k += BLOCK) {
+      load_halves(p, d);
+      load_halves(p + halves, m);
+      p += 2 * halves;
+      for (int j = 0; j < BLOCK; j += 2, p += PANEL)
+        widen_code_pairs(p, d, m, to + (k + j) * PANEL);
     }
   } else if (format == WEIGHT_BLOCKS8) {
-    const __m128i *p = stored;
-    for (int k = 0; k < features; k += BLOCK, p += 2 + BLOCK) {
-      const vec d[2] = {_mm256_cvtph_ps(p[0]), _mm256_cvtph_ps(p[1])};
-      for (int j = 0; j < BLOCK; j++) {
-        float *here = to + (k + j) * PANEL;
-        store(here, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(p[2 + j])) * d[0]);
-        store(here + LANES, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(p[2 + j], p[2 + j]))) * d[1]);
-      }
+    for (int k = 0; k < features; k += BLOCK) {
+      load_halves(p, d);
+      p += halves;
+      for (int j = 0; j < BLOCK; j++, p += PANEL) widen_bytes(p, d, to + (k + j) * PANEL);
     }
   } else {
     widen(stored, to, features * PANEL, format == WEIGHT_FLOAT16 ? FLOAT16 : BFLOAT16);
