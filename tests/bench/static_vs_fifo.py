@@ -197,18 +197,19 @@ def table(workload: str, load: str, found: dict[str, list[Result]]) -> str:
                 f"| {change(ratio)} | {line.published(workload)} |"
             )
     speed, work = throughput_and_work(pairs)
-    lines += ["", f"throughput {speed:.2f}×, rows computed {work:.2f}× fewer: "  # noqa: RUF001
+    lines += ["", f"throughput {speed:.2f}×, tokens computed {work:.2f}× fewer: "  # noqa: RUF001
               f"{speed / work - 1:+.0%} apart"]  # fmt: skip
     return "\n".join(lines)
 
 
 def throughput_and_work(pairs: Sequence[tuple[Figures, Figures]]) -> tuple[float, float]:
-    """fifo's output tokens per second over static's, and static's rows computed over fifo's."""
+    """fifo's output tokens per second over static's, and static's tokens computed over fifo's: the
+    rows that every step's forward had, those of prompts too."""
     speed = statistics.median(
         fifo.output_tokens_per_second / static.output_tokens_per_second for static, fifo in pairs
     )
     work = statistics.median(
-        (static.row_steps or 0) / (fifo.row_steps or 1) for static, fifo in pairs
+        (static.tokens_computed or 0) / (fifo.tokens_computed or 1) for static, fifo in pairs
     )
     return speed, work
 
