@@ -7,7 +7,7 @@ does with its weights (packed_linear.py).
 A layer whose checkpoint was narrower than float32 holds no more than that afterwards: bfloat16
 checkpoints have 16 bits that are zero, those out of GGUF files are a step and an offset for 32
 weights and four or eight bits for each. Stored as what they are, they come out of the kernel with
-the bits of the float32 weight, and a third to a sixth of the memory is read for every token.
+the bits of the float32 weight, and a half to a sixth of the memory is read for every token.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 /* Linear layers over packed weights: what other C files may call.
  *
  * A panel is PANEL output features; the last one is filled up with zeros. Weights lie as
- *   float32, float16   [panel][in_features][PANEL]
- *   int8               [panel][pairs of in_features][PANEL][2], one scale per output feature
+ *   float32, float16, bfloat16   [panel][in_features][PANEL]
+ *   blocks4   [panel][block]: d[PANEL], m[PANEL] float16; [pairs of BLOCK][PANEL] bytes, the first
+ *             feature's code in the low half
+ *   blocks8   [panel][block]: d[PANEL] float16; [BLOCK][PANEL] int8
+ *   int8      [panel][group]: struct group of linear_int8.c; one scale per output feature
  * and start on a multiple of 64 bytes. Activations and results are float32; strides in elements.
  */
 #pragma once
