@@ -84,13 +84,24 @@ struct rows {
 
 static int64_t tile_start(struct rows rows, int64_t tile) { return rows.count * tile / rows.tiles; }
 
+INLINE void pack_tile(int rows, const float *x, int64_t x_stride, int64_t features, float *packed) {
+  for (int64_t k = 0; k < features; k++) EACH(r, rows) packed[k * rows + r] = x[r * x_stride + k];
+}
+
 /* x[rows][features] -> [tiles][features][rows of the tile] */
 static void pack_rows(const float *x, int64_t x_stride, struct rows rows, int64_t features,
                       float *packed) {
   for (int64_t tile = 0; tile < rows.tiles; tile++) {
     const int64_t row = tile_start(rows, tile), count = tile_start(rows, tile + 1) - row;
-    for (int64_t r = 0; r < count; r++)
-      for (int64_t k = 0; k < features; k++) packed[k * count + r] = x[(row + r) * x_stride + k];
+    const float *from = x + row * x_stride;
+    switch (count) {
+      case 1: pack_tile(1, from, x_stride, features, packed); break;
+      case 2: pack_tile(2, from, x_stride, features, packed); break;
+      case 3: pack_tile(3, from, x_stride, features, packed); break;
+      case 4: pack_tile(4, from, x_stride, features, packed); break;
+      case 5: pack_tile(5, from, x_stride, features, packed); break;
+      default: pack_tile(6, from, x_stride, features, packed);
+    }
     packed += features * count;
   }
 }
@@ -112,6 +123,27 @@ static void multiply_panel(int64_t format, const char *stored, const char *next,
       if (tile + 1 >= size / 16) ahead = (const char *)weight; /* the next slice has been fetched */
     }
   }
+}
+
+/* sums[rows][PANEL] = what `out` holds if `is_added`, plus `bias` unless NULL */
+static void begin_sums(float *sums, int64_t rows, const float *out, int64_t out_stride,
+                       int columns, int is_added, const float *bias) {
+  const vec none = splat(0.0f);
+  for (int64_t r = 0; r < rows; r++, sums += PANEL, out += out_stride) {
+    if (!is_added || columns < PANEL) EACH(c, 2) store(sums + c * LANES, none);
+    if (is_added && columns < PANEL) memcpy(sums, out, sizeof(float) * (size_t)columns);
+    const float *before = is_added && columns == PANEL ? out : sums;
+    EACH(c, 2) {
+      const vec value = load(before + c * LANES);
+      store(sums + c * LANES, bias ? value + load(bias + c * LANES) : value);
+    }
+  }
+}
+
+static void end_sums(const float *sums, int64_t rows, float *out, int64_t out_stride, int columns) {
+  for (int64_t r = 0; r < rows; r++, sums += PANEL, out += out_stride)
+    if (columns == PANEL) EACH(c, 2) store(out + c * LANES, load(sums + c * LANES));
+    else memcpy(out, sums, sizeof(float) * (size_t)columns);
 }
 
 void linear_share(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows,
@@ -139,16 +171,11 @@ void linear_share(const struct linear *layer, const float *x, int64_t x_stride, 
         float *place = out + first * out_stride + panel * PANEL;
         const int64_t left = layer->out_features - panel * PANEL;
         const int columns = left < PANEL ? (int)left : PANEL;
-        const float *bias = layer->bias + panel * PANEL;
-        const int is_start = begin == 0, is_added = !is_start || accumulate;
-        for (int64_t r = 0; r < count; r++)
-          for (int c = 0; c < columns; c++) {
-            const float before = is_added ? place[r * out_stride + c] : 0.0f;
-            sums[r * PANEL + c] = is_start ? before + bias[c] : before;
-          }
+        const int is_start = begin == 0;
+        begin_sums(sums, count, place, out_stride, columns, !is_start || accumulate,
+                   is_start ? layer->bias + panel * PANEL : NULL);
         multiply_panel(layer->format, stored, stored + features * size, here, packed, width, sums);
-        for (int64_t r = 0; r < count; r++)
-          memcpy(place + r * out_stride, sums + r * PANEL, sizeof(float) * (size_t)columns);
+        end_sums(sums, count, place, out_stride, columns);
       }
     }
   }
