@@ -75,18 +75,36 @@ static void activate(int64_t activation, float *gate, const float *up, int64_t w
 
 /* ---- a layer ---------------------------------------------------------------------------- */
 
-/* linear layers over the same rows, whose results follow each other; NULL entries are left out */
-static void project(struct team team, const struct linear *const *layers, int count,
-                    const float *x, int64_t x_stride, int64_t rows, float *out, int64_t out_stride,
-                    int accumulate, void *scratch) {
-  if (layers[0]->format == WEIGHT_INT8) { /* depends on x alone, so it serves all of them */
-    linear_prepare(layers[0], x, x_stride, rows, scratch, team.thread, team.threads);
-    together(team);
-  }
-  for (int i = 0; i < count && layers[i]; i++) {
-    linear_share(layers[i], x, x_stride, rows, out, out_stride, accumulate, scratch, team.thread,
-                 team.threads);
-    out += layers[i]->out_features;
+/* linear layers over the same rows; NULL entries are left out */
+struct projection {
+  const struct linear *layers[3];
+  const float *x;
+  int64_t x_stride, rows;
+  void *scratch;
+};
+
+/* The thread's own rows of x are there, and no barrier was behind them; one is when this returns. */
+static void prepare(struct team team, const struct projection *p) {
+  linear_prepare(p->layers[0], p->x, p->x_stride, p->rows, p->scratch, team);
+  together(team);
+}
+
+/* Behind prepare; results follow each other in `out`. */
+static void project(struct team team, const struct projection *p, float *out, int64_t out_stride,
+                    int accumulate) {
+  int count;
+  for (int i = 0; i < 3 && p->layers[i]; i += count) {
+    const struct linear *const *layers = p->layers + i;
+    if (i) { /* that needs another preparation */
+      together(team);
+      linear_prepare(*layers, p->x, p->x_stride, p->rows, p->scratch, team);
+      together(team);
+    }
+    for (count = 1; i + count < 3 && layers[count]; count++)
+      if (preparation_of(layers[count]) != preparation_of(*layers)) break;
+    linear_share(layers, count, p->x, p->x_stride, p->rows, out, out_stride, accumulate,
+                 p->scratch, team);
+    for (int j = 0; j < count; j++) out += layers[j]->out_features;
   }
 }
 
@@ -95,16 +113,18 @@ void before_attention(struct team team, const struct layer *layer, const float *
   const int64_t hidden = layer->hidden, head_dim = layer->head_dim;
   const int64_t q_width = layer->num_heads * head_dim, kv_width = layer->num_kv_heads * head_dim;
   const int64_t width = q_width + 2 * kv_width;
+  const int64_t first = first_row(team, rows), end = end_row(team, rows);
   if (layer->input.weight) {
-    for (int64_t r = first_row(team, rows); r < end_row(team, rows); r++)
+    for (int64_t r = first; r < end; r++)
       normalise(&layer->input, x + r * hidden, work->normed + r * hidden, hidden);
     x = work->normed;
-    together(team);
   }
-  const struct linear *const projections[] = {layer->q_proj, layer->k_proj, layer->v_proj};
-  project(team, projections, 3, x, hidden, rows, work->qkv, width, 0, work->scratch);
+  const struct projection qkv = {
+      {layer->q_proj, layer->k_proj, layer->v_proj}, x, hidden, rows, work->scratch};
+  prepare(team, &qkv);
+  project(team, &qkv, work->qkv, width, 0);
   together(team);
-  for (int64_t r = first_row(team, rows); r < end_row(team, rows); r++) {
+  for (int64_t r = first; r < end; r++) {
     float *q = work->qkv + r * width, *k = q + q_width;
     normalise_heads(&layer->q, q, q_width);
     normalise_heads(&layer->k, k, kv_width);
@@ -119,10 +139,12 @@ void after_attention(struct team team, const struct layer *layer, const float *x
                      const struct workspace *work) {
   const int64_t hidden = layer->hidden, inner = layer->intermediate;
   const int64_t q_width = layer->num_heads * layer->head_dim;
-  project(team, &layer->o_proj, 1, attended, q_width, rows, work->summand, hidden, 0,
-          work->scratch);
+  const int64_t first = first_row(team, rows), end = end_row(team, rows);
+  const struct projection o = {{layer->o_proj}, attended, q_width, rows, work->scratch};
+  if (preparation_of(layer->o_proj) != AS_IT_IS) prepare(team, &o);
+  project(team, &o, work->summand, hidden, 0);
   together(team);
-  for (int64_t r = first_row(team, rows) * hidden; r < end_row(team, rows) * hidden; r += hidden) {
+  for (int64_t r = first * hidden; r < end * hidden; r += hidden) {
     float *summand = work->summand + r;
     if (layer->after_attention.weight)
       normalise(&layer->after_attention, summand, summand, hidden);
@@ -130,25 +152,25 @@ void after_attention(struct team team, const struct layer *layer, const float *x
     if (layer->before_mlp.weight)
       normalise(&layer->before_mlp, out + r, work->normed + r, hidden);
   }
-  together(team);
   const float *mlp_input = layer->before_mlp.weight ? work->normed : out;
-  const struct linear *const projections[] = {layer->gate, layer->up};
-  project(team, projections, 2, mlp_input, hidden, rows, work->gate_up, 2 * inner, 0,
-          work->scratch);
+  const struct projection gate_up = {
+      {layer->gate, layer->up}, mlp_input, hidden, rows, work->scratch};
+  prepare(team, &gate_up);
+  project(team, &gate_up, work->gate_up, 2 * inner, 0);
   together(team);
-  for (int64_t r = first_row(team, rows); r < end_row(team, rows); r++) {
+  for (int64_t r = first; r < end; r++) {
     float *gate = work->gate_up + r * 2 * inner;
     activate(layer->activation, gate, gate + inner, inner);
   }
-  together(team);
+  const struct projection down = {{layer->down}, work->gate_up, 2 * inner, rows, work->scratch};
+  prepare(team, &down);
   if (!layer->after_mlp.weight) {
-    project(team, &layer->down, 1, work->gate_up, 2 * inner, rows, out, hidden, 1, work->scratch);
+    project(team, &down, out, hidden, 1);
     return;
   }
-  project(team, &layer->down, 1, work->gate_up, 2 * inner, rows, work->summand, hidden, 0,
-          work->scratch);
+  project(team, &down, work->summand, hidden, 0);
   together(team);
-  for (int64_t r = first_row(team, rows) * hidden; r < end_row(team, rows) * hidden; r += hidden) {
+  for (int64_t r = first * hidden; r < end * hidden; r += hidden) {
     float *summand = work->summand + r;
     normalise(&layer->after_mlp, summand, summand, hidden);
     for (int64_t i = 0; i < hidden; i++) out[r + i] += summand[i];

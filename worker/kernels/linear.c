@@ -12,7 +12,6 @@
  */
 #include "linear.h"
 
-#include "threads.h"
 #include "vectors.h"
 #include "weights.h"
 
@@ -21,7 +20,6 @@
 #define LONGEST 1024          /* input features that are gone through at once */
 #define ROW_FLOATS (64 << 10) /* of rows that are gone through at once */
 #define MOST_ROWS 128
-#define ALONE (1 << 17)       /* activations that one thread prepares before the others start */
 
 /* sums[rows][PANEL] += x[features][rows] * weight[features][PANEL], one feature after the other.
  * `rows` is a constant where it is called. Fetches a line of `ahead` for every four features. */
@@ -146,62 +144,72 @@ static void end_sums(const float *sums, int64_t rows, float *out, int64_t out_st
     else memcpy(out, sums, sizeof(float) * (size_t)columns);
 }
 
-void linear_share(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows,
-                  float *out, int64_t out_stride, int accumulate, const void *scratch, int thread,
-                  int num_threads) {
-  if (layer->format == WEIGHT_INT8) {
-    int8_share(layer, rows, out, out_stride, accumulate, scratch, thread, num_threads);
+/* a layer's share, of some rows and a piece of their features */
+static void share_panels(const struct linear *layer, struct rows rows, const float *packed,
+                         int64_t begin, int64_t width, float *out, int64_t out_stride,
+                         int accumulate, struct team team) {
+  const int64_t panels = divided(layer->out_features, PANEL);
+  const int64_t size = panel_bytes(layer->format, 1), stride = layer->in_features * size;
+  const int is_start = begin == 0;
+  float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));
+  for (int64_t panel = first_row(team, panels); panel < end_row(team, panels); panel++) {
+    const char *stored = (const char *)layer->weight + panel * stride + begin * size;
+    float *place = out + panel * PANEL;
+    const int64_t left = layer->out_features - panel * PANEL;
+    const int columns = left < PANEL ? (int)left : PANEL;
+    begin_sums(sums, rows.count, place, out_stride, columns, !is_start || accumulate,
+               is_start ? layer->bias + panel * PANEL : NULL);
+    multiply_panel(layer->format, stored, stored + stride, rows, packed, width, sums);
+    end_sums(sums, rows.count, place, out_stride, columns);
+  }
+}
+
+void linear_share(const struct linear *const *layers, int count, const float *x, int64_t x_stride,
+                  int64_t rows, float *out, int64_t out_stride, int accumulate,
+                  const void *scratch, struct team team) {
+  if (preparation_of(*layers) == AS_INT8) {
+    for (int i = 0; i < count; out += layers[i++]->out_features)
+      int8_share(layers[i], rows, out, out_stride, accumulate, scratch, team);
     return;
   }
-  const int64_t panels = divided(layer->out_features, PANEL), features = layer->in_features;
-  const int64_t from = panels * thread / num_threads, to = panels * (thread + 1) / num_threads;
-  const int64_t size = panel_bytes(layer->format, 1), longest = cut(features, LONGEST);
+  const int64_t features = layers[0]->in_features, longest = cut(features, LONGEST);
   const int64_t fitting = ROW_FLOATS / longest < MOST_ROWS ? ROW_FLOATS / longest : MOST_ROWS;
   const int64_t blocks = divided(rows, fitting);
   float packed[ROW_FLOATS] __attribute__((aligned(64)));
-  float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));
   for (int64_t begin = 0; begin < features; begin += longest) {
     const int64_t width = begin + longest < features ? longest : features - begin;
     for (int64_t block = 0; block < blocks; block++) {
-      const int64_t first = rows * block / blocks, count = rows * (block + 1) / blocks - first;
-      const struct rows here = {count, divided(count, TILE_ROWS)};
+      const int64_t first = rows * block / blocks, height = rows * (block + 1) / blocks - first;
+      const struct rows here = {height, divided(height, TILE_ROWS)};
       pack_rows(x + first * x_stride + begin, x_stride, here, width, packed);
-      for (int64_t panel = from; panel < to; panel++) {
-        const char *stored = (const char *)layer->weight + (panel * features + begin) * size;
-        float *place = out + first * out_stride + panel * PANEL;
-        const int64_t left = layer->out_features - panel * PANEL;
-        const int columns = left < PANEL ? (int)left : PANEL;
-        const int is_start = begin == 0;
-        begin_sums(sums, count, place, out_stride, columns, !is_start || accumulate,
-                   is_start ? layer->bias + panel * PANEL : NULL);
-        multiply_panel(layer->format, stored, stored + features * size, here, packed, width, sums);
-        end_sums(sums, count, place, out_stride, columns);
-      }
+      float *place = out + first * out_stride;
+      for (int i = 0; i < count; place += layers[i++]->out_features)
+        share_panels(layers[i], here, packed, begin, width, place, out_stride, accumulate, team);
     }
   }
 }
 
+enum preparation preparation_of(const struct linear *layer) {
+  return layer->format == WEIGHT_INT8 ? AS_INT8 : AS_IT_IS;
+}
+
 size_t linear_scratch(const struct linear *layer, int64_t rows) {
-  return layer->format == WEIGHT_INT8 ? int8_scratch(layer, rows) : 0;
+  return preparation_of(layer) == AS_INT8 ? int8_scratch(layer, rows) : 0;
 }
 
 void linear_prepare(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows,
-                    void *scratch, int thread, int num_threads) {
-  if (layer->format == WEIGHT_INT8)
-    int8_prepare(layer, x, x_stride, rows, scratch, thread, num_threads);
+                    void *scratch, struct team team) {
+  if (preparation_of(layer) == AS_INT8) int8_prepare(layer, x, x_stride, rows, scratch, team);
 }
 
 void linear(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows, float *out,
             int64_t out_stride, int accumulate, void *scratch, int num_threads) {
-  const int is_prepared = rows * layer->in_features < ALONE; /* a barrier would cost more */
-  if (is_prepared) linear_prepare(layer, x, x_stride, rows, scratch, 0, 1);
+  struct meeting meeting = {0};
 #pragma omp parallel num_threads(num_threads)
   {
-    const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    if (layer->format == WEIGHT_INT8 && !is_prepared) {
-      linear_prepare(layer, x, x_stride, rows, scratch, thread, threads);
-#pragma omp barrier
-    }
-    linear_share(layer, x, x_stride, rows, out, out_stride, accumulate, scratch, thread, threads);
+    const struct team team = team_in(&meeting);
+    linear_prepare(layer, x, x_stride, rows, scratch, team);
+    if (preparation_of(layer) != AS_IT_IS) together(team);
+    linear_share(&layer, 1, x, x_stride, rows, out, out_stride, accumulate, scratch, team);
   }
 }

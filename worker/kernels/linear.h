@@ -9,6 +9,8 @@
  * and start on a multiple of 64 bytes. Activations and results are float32; strides in elements.
  */
 #pragma once
+#include "threads.h"
+
 #include <stddef.h>
 #include <stdint.h>
 
@@ -40,17 +42,23 @@ size_t linear_scratch(const struct linear *layer, int64_t rows);
 void linear(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows, float *out,
             int64_t out_stride, int accumulate, void *scratch, int num_threads);
 
-/* The same inside of a caller's parallel region: each thread calls prepare, then, after a barrier,
- * share. Only int8 has anything to prepare; for the others prepare and barrier may be left out. */
+/* The same inside of a caller's parallel region, for `count` layers over the same x whose results
+ * follow each other: each thread calls prepare, which works on its own rows of x (first_row to
+ * end_row), then, behind a barrier, share. All layers of a call need the same
+ * preparation. */
 void linear_prepare(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows,
-                    void *scratch, int thread, int num_threads);
-void linear_share(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows,
-                  float *out, int64_t out_stride, int accumulate, const void *scratch, int thread,
-                  int num_threads);
+                    void *scratch, struct team team);
+void linear_share(const struct linear *const *layers, int count, const float *x, int64_t x_stride,
+                  int64_t rows, float *out, int64_t out_stride, int accumulate,
+                  const void *scratch, struct team team);
+
+/* What prepare makes of x: the same for layers for which this is equal. */
+enum preparation { AS_IT_IS, AS_INT8 };
+enum preparation preparation_of(const struct linear *layer);
 
 /* int8, in linear_int8.c */
 size_t int8_scratch(const struct linear *layer, int64_t rows);
 void int8_prepare(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows,
-                  void *scratch, int thread, int num_threads);
+                  void *scratch, struct team team);
 void int8_share(const struct linear *layer, int64_t rows, float *out, int64_t out_stride,
-                int accumulate, const void *scratch, int thread, int num_threads);
+                int accumulate, const void *scratch, struct team team);

@@ -49,7 +49,7 @@ static struct tiles tiles_in(const struct linear *layer, int64_t rows, const voi
   return (struct tiles){rows, divided(rows, TILE_ROWS), groups, scales, codes};
 }
 
-static int64_t first_row(const struct tiles *tiles, int64_t tile) {
+static int64_t tile_start(const struct tiles *tiles, int64_t tile) {
   return tiles->rows * tile / tiles->count;
 }
 
@@ -85,12 +85,12 @@ static float quantise(const float *x, int features, uint8_t *to, int64_t stride)
 }
 
 void int8_prepare(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows,
-                  void *scratch, int thread, int num_threads) {
+                  void *scratch, struct team team) {
   const struct tiles tiles = tiles_in(layer, rows, scratch);
-  const int64_t from = rows * thread / num_threads, to = rows * (thread + 1) / num_threads;
+  const int64_t from = first_row(team, rows), to = end_row(team, rows);
   for (int64_t row = from; row < to; row++) {
-    const int64_t tile = ((row + 1) * tiles.count - 1) / rows, first = first_row(&tiles, tile);
-    const int64_t height = first_row(&tiles, tile + 1) - first;
+    const int64_t tile = ((row + 1) * tiles.count - 1) / rows, first = tile_start(&tiles, tile);
+    const int64_t height = tile_start(&tiles, tile + 1) - first;
     for (int64_t group = 0; group < tiles.groups; group++) {
       const int64_t left = layer->in_features - group * GROUP;
       const int64_t place = first * tiles.groups + group * height; /* in rows of one group */
@@ -163,12 +163,12 @@ static void panel_of_tiles(const struct linear *layer, int64_t panel, const stru
                            int accumulate) {
   const struct group *weight = (const struct group *)layer->weight + panel * tiles->groups;
   float sums[MOST_TILES * TILE_ROWS * PANEL] __attribute__((aligned(64)));
-  const int64_t top = first_row(tiles, begin), rows = first_row(tiles, end) - top;
+  const int64_t top = tile_start(tiles, begin), rows = tile_start(tiles, end) - top;
   memset(sums, 0, sizeof(float) * (size_t)(rows * PANEL));
   for (int64_t g = 0; g < tiles->groups; g += AT_ONCE) {
     const int groups = (int)(tiles->groups - g < AT_ONCE ? tiles->groups - g : AT_ONCE);
     for (int64_t tile = begin; tile < end; tile++) {
-      const int64_t first = first_row(tiles, tile), height = first_row(tiles, tile + 1) - first;
+      const int64_t first = tile_start(tiles, tile), height = tile_start(tiles, tile + 1) - first;
       const int64_t place = first * tiles->groups + g * height, past = tile - begin;
       /* the first tiles fetch the next groups, a quarter each; the others what is there already */
       const char *ahead = (const char *)(weight + g);
@@ -192,10 +192,10 @@ static void panel_of_tiles(const struct linear *layer, int64_t panel, const stru
 }
 
 void int8_share(const struct linear *layer, int64_t rows, float *out, int64_t out_stride,
-                int accumulate, const void *scratch, int thread, int num_threads) {
+                int accumulate, const void *scratch, struct team team) {
   const struct tiles tiles = tiles_in(layer, rows, scratch);
   const int64_t panels = divided(layer->out_features, PANEL);
-  const int64_t from = panels * thread / num_threads, to = panels * (thread + 1) / num_threads;
+  const int64_t from = first_row(team, panels), to = end_row(team, panels);
   const int64_t fitting = ROW_BYTES / (TILE_ROWS * GROUP * tiles.groups) + 1;
   const int64_t at_once = fitting < MOST_TILES ? fitting : MOST_TILES;
   for (int64_t begin = 0; begin < tiles.count; begin += at_once) {
