@@ -20,6 +20,7 @@
 #define LONGEST 1024          /* input features that are gone through at once */
 #define ROW_FLOATS (64 << 10) /* of rows that are gone through at once */
 #define MOST_ROWS 128
+#define FEW_ROWS 8 /* below, memory is what is waited for, and read best in one run */
 
 /* sums[rows][PANEL] += x[features][rows] * weight[features][PANEL], one feature after the other.
  * `rows` is a constant where it is called. Fetches a line of `ahead` for every four features. */
@@ -144,25 +145,30 @@ static void end_sums(const float *sums, int64_t rows, float *out, int64_t out_st
     else memcpy(out, sums, sizeof(float) * (size_t)columns);
 }
 
-/* a layer's share, of some rows and a piece of their features */
-static void share_panels(const struct linear *layer, struct rows rows, const float *packed,
-                         int64_t begin, int64_t width, float *out, int64_t out_stride,
-                         int accumulate, struct team team) {
-  const int64_t panels = divided(layer->out_features, PANEL);
+/* some rows, in their order, and a piece of their features */
+struct block {
+  struct rows rows;
+  const float *packed;
+  int64_t begin, width;
+};
+
+/* one panel of a layer; `out` is where the block's results go */
+static void compute_panel(const struct linear *layer, int64_t panel, const struct block *block,
+                          float *out, int64_t out_stride, int accumulate) {
   const int64_t size = panel_bytes(layer->format, 1), stride = layer->in_features * size;
-  const int is_start = begin == 0;
+  const char *stored = (const char *)layer->weight + panel * stride + block->begin * size;
+  const int64_t left = layer->out_features - panel * PANEL;
+  const int columns = left < PANEL ? (int)left : PANEL, is_start = block->begin == 0;
   float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));
-  for (int64_t panel = first_row(team, panels); panel < end_row(team, panels); panel++) {
-    const char *stored = (const char *)layer->weight + panel * stride + begin * size;
-    float *place = out + panel * PANEL;
-    const int64_t left = layer->out_features - panel * PANEL;
-    const int columns = left < PANEL ? (int)left : PANEL;
-    begin_sums(sums, rows.count, place, out_stride, columns, !is_start || accumulate,
-               is_start ? layer->bias + panel * PANEL : NULL);
-    multiply_panel(layer->format, stored, stored + stride, rows, packed, width, sums);
-    end_sums(sums, rows.count, place, out_stride, columns);
-  }
+  out += panel * PANEL;
+  begin_sums(sums, block->rows.count, out, out_stride, columns, !is_start || accumulate,
+             is_start ? layer->bias + panel * PANEL : NULL);
+  multiply_panel(layer->format, stored, stored + stride, block->rows, block->packed, block->width,
+                 sums);
+  end_sums(sums, block->rows.count, out, out_stride, columns);
 }
+
+static int64_t panels_of(const struct linear *layer) { return divided(layer->out_features, PANEL); }
 
 void linear_share(const struct linear *const *layers, int count, const float *x, int64_t x_stride,
                   int64_t rows, float *out, int64_t out_stride, int accumulate,
@@ -176,15 +182,30 @@ void linear_share(const struct linear *const *layers, int count, const float *x,
   const int64_t fitting = ROW_FLOATS / longest < MOST_ROWS ? ROW_FLOATS / longest : MOST_ROWS;
   const int64_t blocks = divided(rows, fitting);
   float packed[ROW_FLOATS] __attribute__((aligned(64)));
+  int64_t panels = 0;
+  for (int i = 0; i < count; i++) panels += panels_of(layers[i]);
   for (int64_t begin = 0; begin < features; begin += longest) {
+    if (begin) together(team); /* the next piece of a panel's features may be another thread's */
     const int64_t width = begin + longest < features ? longest : features - begin;
-    for (int64_t block = 0; block < blocks; block++) {
-      const int64_t first = rows * block / blocks, height = rows * (block + 1) / blocks - first;
-      const struct rows here = {height, divided(height, TILE_ROWS)};
-      pack_rows(x + first * x_stride + begin, x_stride, here, width, packed);
+    struct block block = {{0, 0}, packed, begin, width};
+    struct pieces pieces = share_pieces(team, blocks * panels, rows < FEW_ROWS ? 7 : 6);
+    int64_t piece, first = 0, of_block = -1;
+    while ((piece = take(team, &pieces)) >= 0) {
+      if (piece / panels != of_block) {
+        of_block = piece / panels;
+        first = rows * of_block / blocks;
+        const int64_t height = rows * (of_block + 1) / blocks - first;
+        block.rows = (struct rows){height, divided(height, TILE_ROWS)};
+        pack_rows(x + first * x_stride + begin, x_stride, block.rows, width, packed);
+      }
       float *place = out + first * out_stride;
-      for (int i = 0; i < count; place += layers[i++]->out_features)
-        share_panels(layers[i], here, packed, begin, width, place, out_stride, accumulate, team);
+      int64_t panel = piece % panels;
+      int i = 0;
+      for (; panel >= panels_of(layers[i]); i++) {
+        panel -= panels_of(layers[i]);
+        place += layers[i]->out_features;
+      }
+      compute_panel(layers[i], panel, &block, place, out_stride, accumulate);
     }
   }
 }

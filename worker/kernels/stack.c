@@ -7,6 +7,13 @@
 #include "decoder.h"
 #include "paged.h"
 
+#define ROWS_AT_ONCE 128 /* go through the layers' linear parts: what lies in between stays in a cache */
+
+/* at most ROWS_AT_ONCE */
+static int64_t rows_from(int64_t first, int64_t rows) {
+  return rows - first < ROWS_AT_ONCE ? rows - first : ROWS_AT_ONCE;
+}
+
 struct stacked { /* mirrored by a ctypes structure in worker/decoder_stack.py */
   const struct layer *layer;
   struct kv_layer kv;
@@ -35,14 +42,25 @@ static void run_layer(struct team team, const struct stacked *stacked, const str
       .out = work->attended,
       .call = stacked->call,
   };
-  before_attention(team, layer, x, rows, rotary, work);
+  for (int64_t first = 0; first < rows; first += ROWS_AT_ONCE) {
+    const int64_t count = rows_from(first, rows), turned = first * rotary->dim;
+    const struct rotary angles = {rotary->cos + turned, rotary->sin + turned, rotary->dim};
+    struct workspace part = *work;
+    part.qkv += first * width;
+    before_attention(team, layer, x + first * layer->hidden, count, &angles, &part);
+  }
+  if (rows > ROWS_AT_ONCE) together(team);
   write_kv(&stacked->kv, &new, tables, first_row(team, rows), end_row(team, rows));
   if (team.thread == 0) begin_sharing(sharing);
   together(team);
   attend_share(team, &stacked->kv, &queries, tables, sharing);
   together(team);
-  after_attention(team, layer, x, work->attended, rows, out, work);
-  together(team);
+  for (int64_t first = 0; first < rows; first += ROWS_AT_ONCE) {
+    const int64_t begin = first * layer->hidden;
+    after_attention(team, layer, x + begin, work->attended + first * q_width,
+                    rows_from(first, rows), out + begin, work);
+    together(team);
+  }
 }
 
 /* x[rows][hidden] -> out[rows][hidden], another place. `tables` are those of each cache group; all

@@ -20,6 +20,7 @@ static inline int omp_get_num_threads(void) { return 1; }
 
 struct meeting {
   atomic_int arrived, round;
+  atomic_llong taken; /* of what lies between two meetings (take) */
 };
 
 /* Returns once all `threads` have called it; what they wrote before is seen by all behind it. */
@@ -28,6 +29,7 @@ static inline void meet(struct meeting *m, int threads) {
   const int round = atomic_load_explicit(&m->round, memory_order_relaxed);
   if (atomic_fetch_add_explicit(&m->arrived, 1, memory_order_acq_rel) == threads - 1) {
     atomic_store_explicit(&m->arrived, 0, memory_order_relaxed);
+    atomic_store_explicit(&m->taken, 0, memory_order_relaxed);
     atomic_store_explicit(&m->round, round + 1, memory_order_release);
     return;
   }
@@ -57,4 +59,26 @@ static inline int64_t first_row(struct team team, int64_t rows) {
 
 static inline int64_t end_row(struct team team, int64_t rows) {
   return rows * (team.thread + 1) / team.threads;
+}
+
+/* Pieces of work, about equally long: most of them in one run for each thread, as memory is read
+ * fastest so; the rest one by one to whoever comes, as a thread may have lost its core for a moment. */
+struct pieces {
+  int64_t next, end; /* of the thread's own run */
+  int64_t rest, count;
+};
+
+/* `eighths` of its fair share are a thread's own */
+static inline struct pieces share_pieces(struct team team, int64_t count, int eighths) {
+  const int64_t own = team.threads == 1 ? count : count * eighths / 8 / team.threads;
+  return (struct pieces){own * team.thread, own * (team.thread + 1), own * team.threads, count};
+}
+
+/* The next piece, or -1. Between two meetings there may be one such sharing. */
+static inline int64_t take(struct team team, struct pieces *pieces) {
+  if (pieces->next < pieces->end) return pieces->next++;
+  if (pieces->rest == pieces->count) return -1;
+  const int64_t taken =
+      atomic_fetch_add_explicit(&team.meeting->taken, 1, memory_order_relaxed) + pieces->rest;
+  return taken < pieces->count ? taken : -1;
 }
