@@ -13,7 +13,9 @@ standard error. `python -m worker.compare --model … --workload FILE`; not a pa
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -172,6 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="0: torch's choice")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     options = parser.parse_args(arguments)
+    _end_with_parent()
     answers, sys.stdout = sys.stdout, sys.stderr  # libraries print; the answers' pipe is ours
     disable_progress_bar()
     if options.threads:
@@ -188,6 +191,13 @@ def main(arguments: list[str] | None = None) -> int:
         outcome = SYSTEMS[line.strip()](model, asks)
         print(json.dumps(outcome.as_dict()), file=answers, flush=True)
     return 0
+
+
+def _end_with_parent() -> None:
+    """It may compute for minutes before it reads again and finds that nobody asks any more."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ import torch.nn.functional as F
 
 PANEL: Final = 16  # output features that lie together; PANEL of linear.h
 BLOCK: Final = 32  # input features that share a step and an offset; BLOCK of linear.h
-_AT_ONCE: Final = 4096  # output features encoded at once; a multiple of PANEL
+# Output features encoded at once, a multiple of PANEL: few, so that a storage that does not fit is
+# given up early, and not so few that calls cost more than what they compute.
+_AT_ONCE: Final = 512
 
 # enum of linear.h
 STORAGES: Final = ("float32", "float16", "int8", "bfloat16", "blocks4", "blocks8")
@@ -114,9 +116,9 @@ def _codes(
 ) -> torch.Tensor | None:
     """float32 [panels, PANEL, blocks, BLOCK], if step * code + offset is every weight exactly."""
     wide, shift = step.float()[..., None], offset.float()[..., None]
-    codes = ((blocks - shift) / wide).round_().nan_to_num_(0.0).clamp_(least, most)
+    codes = (blocks - shift).div_(wide).round_().nan_to_num_(0.0).clamp_(least, most)
     # a step times a code is exact in float32, so this rounds once, as the kernel does
-    return codes if torch.equal(codes * wide + shift, blocks) else None
+    return codes if torch.equal((codes * wide).add_(shift), blocks) else None
 
 
 def _bytes(halves: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ class Transformers:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            preexec_fn=launch.end_with_parent,  # it may compute for minutes before it reads again
+            # no preexec_fn: it makes this a fork, and gRPC's threads do not survive all forks
         )
         self._answer()  # "ready": the model is loaded
         return self

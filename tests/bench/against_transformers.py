@@ -1,7 +1,14 @@
 """Chairlift against transformers, on the workloads of README's table.
 
-`python -m tests.bench.against_transformers --out build/bench`. One `chairlift bench --serve
---compare transformers` and one JSON file per workload; what is there already is not measured again.
+`python -m tests.bench.against_transformers --out build/bench`. Each measurement is one `chairlift
+bench --serve` and one JSON file in --out; what is there already is not measured again, so that a
+long comparison can be made in pieces, and the table be printed from what there is.
+
+    workloads       tests/workloads/….jsonl, all requests at once; prefix is about how much of it
+                    the cache saves, so transformers does it only where --compare is given
+    turns           transformers and the first weight format in one measurement, the other formats
+                    straight behind it; medians, ratios turn by turn
+
 The yardstick is transformers' own padded `generate` in batches of 16: the ratio to it is what
 carries over to another machine.
 """
@@ -9,30 +16,37 @@ carries over to another machine.
 from __future__ import annotations
 
 import argparse
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from client.bench.compare import SYSTEMS
+from client.bench.figures import Figures
+from client.bench.report_text import UNKNOWN, machine_line
 from client.bench.result import Result, read_result
 
 WORKLOADS = Path(__file__).resolve().parents[1] / "workloads"
 NAMES = ("mixed", "equal", "single", "prefix")
+COMPARE = {  # ours → what `chairlift bench --compare` calls it
+    "both": "transformers",
+    "static": "transformers-static",
+    "continuous": "transformers-continuous",
+}
+
+Turn = dict[str, Figures]  # of every weight format, and of those of SYSTEMS that were measured
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    paths = {
-        name: options.out / f"transformers-{name}-{options.weight_format}.json"
-        for name in options.workloads
-    }
     if not options.table:
-        for name, path in paths.items():
-            if not path.exists():
-                measure(options, name, path)
-    print(table({name: read_result(path) for name, path in paths.items() if path.exists()}))
+        for workload in options.workloads:
+            for turn in range(options.turns):
+                measure_turn(options, workload, turn)
+    found = {workload: turns(options.out, workload) for workload in options.workloads}
+    print(table({name: all_of for name, all_of in found.items() if all_of}, options.weight_formats))
     return 0
 
 
@@ -43,41 +57,116 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the JSON files")
     parser.add_argument("--workloads", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--weight-formats", nargs="+", default=["float32", "int8"],
+                        help="of Chairlift (default: float32 int8)")  # fmt: skip
+    parser.add_argument("--compare", choices=list(COMPARE),
+                        help="transformers' batching (default: both; prefix: none)")  # fmt: skip
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--requests", type=int, help="only so many of each workload")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--num-blocks", type=int, default=2500, help="of Chairlift's KV pool")
-    parser.add_argument("--weight-format", default="float32", help="of Chairlift")
     parser.add_argument("--table", action="store_true", help="measure nothing, print what is there")
     return parser.parse_args(arguments)
 
 
-def measure(options: argparse.Namespace, name: str, path: Path) -> None:
+def measure_turn(options: argparse.Namespace, workload: str, turn: int) -> None:
+    """What is missing of it; transformers beside the first format of all."""
+    for weight_format in options.weight_formats:
+        path = file_of(options.out, workload, weight_format, turn)
+        if not path.exists():
+            is_first = not files_of(options.out, workload, turn)
+            measure(options, workload, weight_format, path, with_transformers=is_first)
+
+
+def measure(
+    options: argparse.Namespace,
+    workload: str,
+    weight_format: str,
+    path: Path,
+    with_transformers: bool,
+) -> None:
+    """One file. A measurement that fails leaves it under another name, to be looked at."""
+    print(path.stem, file=sys.stderr, flush=True)
+    compare = options.compare or ("both" if workload != "prefix" else None)
+    unfinished = path.with_suffix(".json.part")
     line = [sys.executable, "-P", "-m", "client", "bench", "--serve"]
-    line += ["--workload", str(WORKLOADS / f"{name}.jsonl"), "--compare", "transformers"]
-    line += ["--turns", str(options.turns), "--json", str(path)]
-    line += ["--html", str(path.with_suffix(".html")), "--label", name]
+    line += ["--workload", str(WORKLOADS / f"{workload}.jsonl"), "--label", weight_format]
     line += ["--requests", str(options.requests)] if options.requests else []
+    line += ["--compare", COMPARE[compare]] if compare and with_transformers else []
+    line += ["--json", str(unfinished), "--html", str(path.with_suffix(".html"))]
     line += ["--server-log", str(path.with_suffix(".log")), "--", "--model", options.model]
-    line += ["--num-blocks", str(options.num_blocks), "--weight-format", options.weight_format]
+    line += ["--num-blocks", str(options.num_blocks), "--weight-format", weight_format]
     if subprocess.run(line, stdout=subprocess.DEVNULL, check=False).returncode:
         raise SystemExit(f"{path.stem} failed; {path.with_suffix('.log')} may say why")
+    unfinished.rename(path)
 
 
-def table(found: dict[str, Result]) -> str:
-    """Markdown: output tokens per second, how many times those of the others, and seconds."""
-    names = ["chairlift", *SYSTEMS.values()]
-    lines = [
-        "| workload | " + " | ".join(names) + " | × static | × continuous | chairlift, s |",  # noqa: RUF001
-        "|---" * (len(names) + 4) + "|",
-    ]
-    for name, result in found.items():
-        figures, ratios = result.figures(), result.ratios()
-        cells = [f"{figures[system].output_tokens_per_second:.1f}" for system in names]
-        cells += [f"{ratios[system]:.2f}" for system in SYSTEMS.values()]
-        cells.append(f"{figures['chairlift'].seconds:.1f}")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def file_of(folder: Path, workload: str, weight_format: str, turn: int) -> Path:
+    return folder / f"transformers-{workload}-{weight_format}-{turn + 1}.json"
+
+
+def files_of(folder: Path, workload: str, turn: int) -> dict[str, Path]:
+    """By weight format: those of a turn that are there."""
+    found = sorted(folder.glob(file_of(folder, workload, "*", turn).name))
+    return {path.stem.split("-")[2]: path for path in found}
+
+
+def turns(folder: Path, workload: str) -> list[dict[str, Result]]:
+    """By weight format: all that has been measured, in order."""
+    found = []
+    while files := files_of(folder, workload, len(found)):
+        found.append({name: read_result(path) for name, path in files.items()})
+    return found
+
+
+def turn_of(results: dict[str, Result]) -> Turn:
+    """Chairlift's figures under its weight format's name, those of the others under their own."""
+    return {
+        (weight_format if system == "chairlift" else system): figures
+        for weight_format, result in results.items()
+        for system, figures in result.figures().items()
+    }
+
+
+def table(found: dict[str, list[dict[str, Result]]], weight_formats: Sequence[str]) -> str:
+    """Markdown: medians of output tokens per second, of the ratios turn by turn (each format to
+    each other system and to the first format), and of seconds; below it, on what machine."""
+    measured = {workload: [turn_of(one) for one in series] for workload, series in found.items()}
+    known = {name for series in measured.values() for turn in series for name in turn}
+    systems = [system for system in SYSTEMS.values() if system in known]
+    names = [*systems, *weight_formats]
+    pairs = [(ours, system) for ours in weight_formats for system in systems]
+    pairs += [(ours, weight_formats[0]) for ours in weight_formats[1:]]
+    head = ["workload", "turns", *names, *(f"{ours} over {other}" for ours, other in pairs)]
+    head += [f"{name}, s" for name in weight_formats]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for workload, series in measured.items():
+        cells = [workload, str(len(series))]
+        cells += [median(1, [speed(turn, name) for turn in series]) for name in names]
+        cells += [median(2, [ratio(turn, *pair) for turn in series]) for pair in pairs]
+        cells += [median(1, [seconds(turn, name) for turn in series]) for name in weight_formats]
+        lines.append(f"| {' | '.join(cells)} |")
+    results = [one for series in found.values() for turn in series for one in turn.values()]
+    return "\n".join([*lines, "", *sorted({machine_line(result) for result in results})])
+
+
+def speed(turn: Turn, name: str) -> float | None:
+    return turn[name].output_tokens_per_second if name in turn else None
+
+
+def ratio(turn: Turn, ours: str, other: str) -> float | None:
+    mine, theirs = speed(turn, ours), speed(turn, other)
+    return mine / theirs if mine and theirs else None
+
+
+def seconds(turn: Turn, name: str) -> float | None:
+    return turn[name].seconds if name in turn else None
+
+
+def median(digits: int, values: Sequence[float | None]) -> str:
+    """Of the turns that know it."""
+    known = [value for value in values if value is not None]
+    return f"{statistics.median(known):.{digits}f}" if known else UNKNOWN
 
 
 if __name__ == "__main__":

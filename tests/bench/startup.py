@@ -32,7 +32,7 @@ PHASES: Final = {
     "listening": r"listening on",
     "worker connected": r"worker on .* connects",
     "kernels, model converted": r"reading the configuration: ",
-    "weights read": r"packing weights: 50 %|packed \d",
+    "weights read": r"packing weights: |checking the model: ",  # the first layer, or none to pack
     "packed": r"checking the model: ",
     "model loaded": r"loaded \S+ in",
     "ready": r"scheduler_svc\.server: ready",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -99,12 +100,75 @@ def test_the_picture_stands_by_itself_and_shows_what_was_wasted() -> None:
     assert texts.count("100") == 2, "both have the same axis"
 
 
-def test_the_table_against_transformers() -> None:
-    """Tokens per second of all, and how many times the two others that is."""
-    own = measured(2.0, 4).runs[0]
+def turn(slowness: float = 1.0) -> dict[str, Result]:
+    """float32 twice as fast as static batches, int8 twice as fast as float32."""
     others = [
-        dataclasses.replace(measured(slowness, 4).runs[0], system=system)
-        for slowness, system in zip((8.0, 5.0), SYSTEMS.values(), strict=True)
+        dataclasses.replace(measured(seconds * slowness, 4).runs[0], system=system)
+        for seconds, system in zip((4.0, 2.5), SYSTEMS.values(), strict=True)
     ]
-    table = against_transformers.table({"mixed": result(own, *others)})
-    assert table.splitlines()[-1] == "| mixed | 2.0 | 0.5 | 0.8 | 4.00 | 2.50 | 2.0 |"
+    own = measured(2.0 * slowness, 4).runs[0]
+    return {"float32": result(own, *others), "int8": measured(1.0 * slowness, 4)}
+
+
+def cells(table: str, workload: str) -> list[str]:
+    return line(table, workload)[1:]
+
+
+def test_the_table_against_transformers() -> None:
+    """Tokens per second, ratios to the others and of the formats; the second turn on a machine
+    that is half as fast. Ratios of medians over turns would be those of different minutes."""
+    found = {"mixed": [turn(), turn(2.0)]}
+    table = against_transformers.table(found, ["float32", "int8"])
+    assert cells(table, "workload")[4:8] == [
+        "int8",
+        "float32 over transformers static batches",
+        "float32 over transformers continuous batching",
+        "int8 over transformers static batches",
+    ]
+    speeds, ratios = ["0.8", "1.2", "1.5", "3.0"], ["2.00", "1.25", "4.00", "2.50", "2.00"]
+    assert cells(table, "mixed") == ["2", *speeds, *ratios, "3.0", "1.5"]
+    assert table.splitlines()[-1] == "a <fast> one, 2 cores, 1.5 GiB; commit abc"
+
+
+def test_a_comparison_in_pieces_shows_what_is_there(tmp_path: Path) -> None:
+    """float32 of the second turn is missing, and prefix has no yardstick at all."""
+    for workload, weight_format, number in (
+        ("mixed", "float32", 0),
+        ("mixed", "int8", 0),
+        ("mixed", "int8", 1),
+        ("prefix", "int8", 0),
+    ):
+        path = against_transformers.file_of(tmp_path, workload, weight_format, number)
+        turn(1.0 + number)[weight_format].write(path)
+    found = {name: against_transformers.turns(tmp_path, name) for name in ("mixed", "prefix")}
+    table = against_transformers.table(found, ["float32", "int8"])
+    assert cells(table, "mixed")[:5] == ["2", "1.0", "1.6", "2.0", "3.0"]
+    assert cells(table, "mixed")[-3:] == ["2.00", "2.0", "1.5"]
+    assert cells(table, "prefix") == ["1", *["–"] * 3, "4.0", *["–"] * 6, "1.0"]  # noqa: RUF001
+
+
+def test_transformers_runs_once_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes most of the time; and what is there already is not measured again."""
+    ran: list[list[str]] = []
+
+    def run(line: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        ran.append(line)
+        Path(line[line.index("--json") + 1]).touch()
+        return subprocess.CompletedProcess(line, returncode=int("int8" in line and len(ran) == 2))
+
+    monkeypatch.setattr(against_transformers.subprocess, "run", run)
+    options = against_transformers.parse(["--out", str(tmp_path), "--compare", "static"])
+    with pytest.raises(SystemExit, match="transformers-mixed-int8-1 failed"):
+        against_transformers.measure_turn(options, "mixed", 0)
+    for number in (0, 1, 0):
+        against_transformers.measure_turn(options, "mixed", number)
+    measured = [(line[-1], "transformers-static" in line) for line in ran]
+    again = [("int8", False), ("float32", True), ("int8", False)]
+    assert measured == [("float32", True), ("int8", False), *again]
+
+    options = against_transformers.parse(["--out", str(tmp_path)])
+    against_transformers.measure_turn(options, "prefix", 0)
+    assert [(line[-1], "--compare" in line) for line in ran[5:]] == [
+        ("float32", False),
+        ("int8", False),
+    ]

@@ -1,9 +1,9 @@
 """Where a step's time goes on this CPU: SmolLM2, packed linear layers, fused decoder layers.
 
 `python -m tests.worker.step_bench` prints it. A decode step is timed as the worker runs it, greedy
-sampling included, in turns with the same step layer by layer, where attention is timed, and with
-its linear layers alone on as many rows, where each wakes its own threads. Keys and values are
-random, so no prompts need to be computed first.
+sampling included, in turns with its linear layers alone on as many rows, where each wakes its own
+threads, and, if its layers are fused, with the same step layer by layer, where attention is timed.
+Keys and values are random, so no prompts need to be computed first.
 """
 
 from __future__ import annotations
@@ -38,20 +38,22 @@ class StepFigures:
     num_rows: int
     num_tokens: int
     total: float
-    layer_by_layer: float
     linears: float  # timed alone, lm_head included
-    attention: float  # of the step layer by layer
-
-    @property
-    def ratio(self) -> float:
-        return self.total / self.linears
+    # where a stack serves the layers: the step without it, and what attention took of that
+    layer_by_layer: float | None
+    attention: float | None
 
     def __str__(self) -> str:
+        line = (
+            f"decode step {self.num_rows:2d} x {self.num_tokens}: {self.total:.1f} ms; linear "
+            f"layers alone {self.linears:.1f} ms (ratio {self.total / self.linears:.2f})"
+        )
+        if self.layer_by_layer is None:
+            return line
+        ratio = self.layer_by_layer / self.total
         return (
-            f"decode step {self.num_rows:2d} x {self.num_tokens}: {self.total:.1f} ms; "
-            f"layer by layer {self.layer_by_layer:.1f} ms "
-            f"({self.layer_by_layer / self.total:.2f} times), attention {self.attention:.1f} ms "
-            f"of it; linear layers alone {self.linears:.1f} ms (ratio {self.ratio:.2f})"
+            f"{line}; layer by layer {self.layer_by_layer:.1f} ms ({ratio:.2f} times), "
+            f"attention {self.attention:.1f} ms of it"
         )
 
 
@@ -118,25 +120,31 @@ def decode(
         with without_stack(loaded), patch.object(runner.backend, "attend", timed):
             step()
 
-    seconds = in_turns(
-        {
-            "step": step,
-            "layer by layer": layer_by_layer,
-            "linears": linears_of(loaded, num_rows),
-        },
-        turns,
-    )
+    variants = {"step": step, "linears": linears_of(loaded, num_rows)}
+    if stacked_layers(loaded):
+        variants["layer by layer"] = layer_by_layer
+    medians = {
+        name: statistics.median(seconds) * 1000
+        for name, seconds in in_turns(variants, turns).items()
+    }
     return StepFigures(
         num_rows,
         num_tokens,
-        *(statistics.median(of) * 1000 for of in (*seconds.values(), in_attention[1:])),
+        medians["step"],
+        medians["linears"],
+        medians.get("layer by layer"),
+        statistics.median(in_attention[1:]) * 1000 if in_attention else None,
     )
+
+
+def stacked_layers(loaded: LoadedModel) -> list[FusedLayer]:
+    forwards = (vars(module).get("forward") for module in loaded.model.modules())
+    return [layer for layer in forwards if isinstance(layer, FusedLayer) and layer.stack]
 
 
 @contextmanager
 def without_stack(loaded: LoadedModel) -> Iterator[None]:
-    forwards = (vars(module).get("forward") for module in loaded.model.modules())
-    layers = [forward for forward in forwards if isinstance(forward, FusedLayer)]
+    layers = stacked_layers(loaded)
     stacks = [layer.stack for layer in layers]
     for layer in layers:
         layer.stack = None

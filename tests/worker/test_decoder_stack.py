@@ -10,10 +10,13 @@ from torch import nn
 
 from tests.worker.conftest import NUM_CHUNKS, Served, configure, load
 from tests.worker.planner import Answer, GreedySample, Planner, Request, serve
+from tests.worker.step_bench import load as load_smollm2
+from tests.worker.step_bench import step_of
 from tests.worker.tiny_models import gemma2, gemma3, llama, olmo2, phi3, smollm3
 from worker.decoder_layer import FusedLayer
 from worker.decoder_stack import DecoderStack
 from worker.fusing import fuse_model, unfuse_model
+from worker.packed_linear import PackedLinear
 from worker.runner import Runner
 
 MAX_TOKENS = [4, 2, 4, 3, 2, 3]
@@ -151,3 +154,20 @@ def test_a_model_that_begins_to_compute_between_layers_is_stopped(
         it.runner.step(plan)
     hook.remove()
     assert it.runner.step(plan).is_finite.tolist() == [1]
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize(
+    ("weight_format", "storages"), [("float32", {"blocks4", "blocks8"}), ("int8", {"int8"})]
+)
+def test_the_embedded_model_is_served_by_a_stack_over_narrow_weights(
+    computed: list[int], weight_format: str, storages: set[str]
+) -> None:
+    """Each of these may go without changing an answer; a step then takes several times as long."""
+    loaded = load_smollm2(weight_format)
+    linears = [module for module in loaded.model.modules() if isinstance(module, PackedLinear)]
+    assert {linear.storage for linear in linears} == storages
+    assert len(fused_layers(loaded.model)) == loaded.geometry.num_layers == 30
+    _, step = step_of(loaded, num_rows=3, num_tokens=20)
+    step()
+    assert computed == [3]
