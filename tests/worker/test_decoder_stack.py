@@ -94,12 +94,11 @@ def test_long_steps_go_through_a_layer_in_parts(
     """More rows than are gone through at once: each part must take its own angles, queries and
     places, and leave alone what the other threads still read of the part before."""
     prompts = [[(5 * i + 7 * j) % 60 + 1 for i in range(90)] for j in range(4)]
-    step = [(Request(prompt, 1, row=row), 90) for row, prompt in enumerate(prompts)]
     settings = {"num_threads": 2, "weight_format": weight_format, "max_batch_tokens": 360}
     one, other = served(make, **settings), one_by_one(served(make, **settings))
     for it in (one, other):
-        it.runner.step(it.planner.plan(step))
-    assert len(step) * 90 > 2 * 128
+        requests = [Request(prompt, 1, row=row) for row, prompt in enumerate(prompts)]
+        it.runner.step(it.planner.plan([(request, 90) for request in requests]))
     assert torch.equal(one.runner.pool.memory, other.runner.pool.memory)
 
 
