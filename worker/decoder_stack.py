@@ -14,8 +14,10 @@ import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
+from protos.plan import Int32
 from worker.attention.cpu import CCall, CPages, CpuBackend, CTables, c_call, c_pages, c_tables
 from worker.attention.interface import StepContext, layer_index, running_step, with_window_of
 from worker.decoder_layer import CRotary, Embeddings, FusedLayer, Workspace, c_rotary
@@ -31,7 +33,7 @@ class DecoderStack:
         self._run = kernel_library().run_stack
         self._run.restype = ctypes.c_int
         self._run.argtypes = [
-            *(ctypes.c_void_p, ctypes.c_int64) * 2,
+            *(ctypes.c_void_p, ctypes.c_int64) * 3,
             *(ctypes.c_void_p,) * 4,
             ctypes.c_int,
         ]
@@ -77,11 +79,14 @@ class DecoderStack:
         tables = [c_tables(step, group) for group in step.groups]
         rotaries = self._rotaries()
         out = torch.empty_like(hidden_states)
+        wanted = _wanted_rows(step)
         if self._run(
             self._c_layers,
             len(self._layers),
             hidden_states.data_ptr(),
             rows,
+            None if wanted is None else wanted.ctypes.data,
+            0 if wanted is None else len(wanted),
             (CRotary * len(rotaries))(*rotaries),
             (CTables * len(tables))(*tables),
             out.data_ptr(),
@@ -110,6 +115,13 @@ class DecoderStack:
             self._calls.append(call)
             self._c_layers[place] = _Stacked(layer.c_pointer, c_pages(pages), call, group)
         self._pool = weakref.ref(pool)
+
+
+def _wanted_rows(step: StepContext) -> Int32 | None:
+    """Those that become logits: of the last layer nothing else is read. None: not known."""
+    if step.on_host is None:
+        return None
+    return np.ascontiguousarray(step.on_host.logits_indices[: step.on_host.num_logits], np.int32)
 
 
 class _Stacked(ctypes.Structure):  # struct stacked

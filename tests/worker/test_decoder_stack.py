@@ -102,6 +102,24 @@ def test_long_steps_go_through_a_layer_in_parts(
     assert torch.equal(one.runner.pool.memory, other.runner.pool.memory)
 
 
+def test_the_last_layer_ends_with_the_rows_that_become_logits(
+    served: Callable[..., Served],
+) -> None:
+    """Its MLP for all others is thrown away: a prompt's rows are most of what is computed."""
+    one, other = served(llama), one_by_one(served(llama))
+    hidden: list[torch.Tensor] = []
+    for it in (one, other):
+        norm = it.loaded.model.base_model.norm
+        norm.register_forward_pre_hook(lambda _, args: hidden.append(args[0][0].clone()))
+        prompts = [[3 * j + 2 for j in range(20)], [5 * j + 1 for j in range(12)], [7, 8, 9]]
+        requests = [Request(prompt, 1, row=row) for row, prompt in enumerate(prompts)]
+        plan = it.planner.plan(list(zip(requests, (20, 11, 3), strict=True)))
+        assert plan.logits_indices.tolist() == [19, 33]  # the second prompt goes on
+        it.runner.step(plan)
+    same = (hidden[0] == hidden[1]).all(dim=1).nonzero().flatten().tolist()
+    assert same == [19, 33]
+
+
 def test_other_backends_get_layer_by_layer(
     served: Callable[..., Served], prompts: list[list[int]], computed: list[int]
 ) -> None:

@@ -7,6 +7,8 @@
 #include "decoder.h"
 #include "paged.h"
 
+#include <string.h>
+
 #define ROWS_AT_ONCE 128 /* go through the layers' linear parts: what lies in between stays in a cache */
 
 /* at most ROWS_AT_ONCE */
@@ -21,9 +23,47 @@ struct stacked { /* mirrored by a ctypes structure in worker/decoder_stack.py */
   int64_t group, rotary; /* which of the step's tables, and of its embeddings */
 };
 
+/* rows whose output is asked for; of the last layer no other is needed */
+struct wanted {
+  const int32_t *rows;
+  int64_t count;
+};
+
+/* after_attention in parts; a barrier is behind it */
+static void finish(struct team team, const struct layer *layer, const float *x,
+                   const float *attended, int64_t rows, float *out, const struct workspace *work) {
+  for (int64_t first = 0; first < rows; first += ROWS_AT_ONCE) {
+    const int64_t begin = first * layer->hidden, width = layer->num_heads * layer->head_dim;
+    after_attention(team, layer, x + begin, attended + first * width, rows_from(first, rows),
+                    out + begin, work);
+    together(team);
+  }
+}
+
+/* The same for a few rows; the others' output is their input. */
+static void finish_wanted(struct team team, const struct layer *layer, const float *x,
+                          int64_t rows, struct wanted wanted, float *out,
+                          const struct workspace *work) {
+  const int64_t hidden = layer->hidden, width = layer->num_heads * layer->head_dim;
+  const int64_t first = first_row(team, wanted.count), end = end_row(team, wanted.count);
+  float *few = work->qkv, *attended = few + wanted.count * hidden; /* qkv has served its purpose */
+  for (int64_t i = first; i < end; i++) {
+    const int64_t row = wanted.rows[i];
+    memcpy(few + i * hidden, x + row * hidden, sizeof(float) * (size_t)hidden);
+    memcpy(attended + i * width, work->attended + row * width, sizeof(float) * (size_t)width);
+  }
+  if (out != x && team.thread == 0) memcpy(out, x, sizeof(float) * (size_t)(rows * hidden));
+  together(team);
+  finish(team, layer, few, attended, wanted.count, few, work);
+  for (int64_t i = first; i < end; i++)
+    memcpy(out + wanted.rows[i] * hidden, few + i * hidden, sizeof(float) * (size_t)hidden);
+}
+
+/* `wanted.rows` is NULL where all rows are */
 static void run_layer(struct team team, const struct stacked *stacked, const struct tables *tables,
-                      const float *x, int64_t rows, const struct rotary *rotary, float *out,
-                      const struct workspace *work, struct sharing *sharing) {
+                      const float *x, int64_t rows, struct wanted wanted,
+                      const struct rotary *rotary, float *out, const struct workspace *work,
+                      struct sharing *sharing) {
   const struct layer *layer = stacked->layer;
   const int64_t head_dim = layer->head_dim;
   const int64_t q_width = layer->num_heads * head_dim, kv_width = layer->num_kv_heads * head_dim;
@@ -55,18 +95,17 @@ static void run_layer(struct team team, const struct stacked *stacked, const str
   together(team);
   attend_share(team, &stacked->kv, &queries, tables, sharing);
   together(team);
-  for (int64_t first = 0; first < rows; first += ROWS_AT_ONCE) {
-    const int64_t begin = first * layer->hidden;
-    after_attention(team, layer, x + begin, work->attended + first * q_width,
-                    rows_from(first, rows), out + begin, work);
-    together(team);
-  }
+  if (wanted.rows && wanted.count * (layer->hidden + q_width) <= rows * width)
+    finish_wanted(team, layer, x, rows, wanted, out, work);
+  else
+    finish(team, layer, x, work->attended, rows, out, work);
 }
 
-/* x[rows][hidden] -> out[rows][hidden], another place. `tables` are those of each cache group; all
- * layers have as many heads, as large ones. Returns 0, or -1 when memory is not to be had. */
+/* x[rows][hidden] -> out[rows][hidden], another place. Of `out` only the rows that `wanted`
+ * names are sure to be there (all if it is NULL). `tables` are those of each cache group; all layers
+ * have as many heads, as large ones. Returns 0, or -1 when memory is not to be had. */
 int run_stack(const struct stacked *layers, int64_t num_layers, const float *x, int64_t rows,
-              const struct rotary *rotaries, const struct tables *tables, float *out,
+              const int32_t *wanted, int64_t num_wanted, const struct rotary *rotaries, const struct tables *tables, float *out,
               const struct workspace *work, int num_threads) {
   const struct layer *first = layers->layer;
   struct meeting meeting = {0};
@@ -78,9 +117,12 @@ int run_stack(const struct stacked *layers, int64_t num_layers, const float *x, 
   {
     const struct team team = team_in(&meeting);
     const float *input = x;
-    for (const struct stacked *layer = layers; layer < layers + num_layers; layer++, input = out)
-      run_layer(team, layer, tables + layer->group, input, rows, rotaries + layer->rotary, out, work,
-                &sharing);
+    for (int64_t i = 0; i < num_layers; i++, input = out) {
+      const struct stacked *layer = layers + i;
+      const struct wanted here = {i + 1 == num_layers ? wanted : NULL, num_wanted};
+      run_layer(team, layer, tables + layer->group, input, rows, here, rotaries + layer->rotary,
+                out, work, &sharing);
+    }
   }
   end_sharing(&sharing);
   return 0;
