@@ -156,17 +156,39 @@ def without_stack(loaded: LoadedModel) -> Iterator[None]:
 
 
 def prefill(loaded: LoadedModel, num_tokens: int = 512, turns: int = 5) -> str:
-    """A chunk's linear arithmetic per second of its step, beside torch's large sgemm."""
+    """Arithmetic per second of a chunk's step, beside torch's large sgemm."""
     _, step = step_of(loaded, 1, num_tokens, query_length=num_tokens)
-    layers = [m for m in loaded.model.base_model.modules() if isinstance(m, PackedLinear)]
-    flop = sum(2 * m.in_features * m.out_features for m in layers) * num_tokens
+    flop = _flop_of_prefill(loaded, num_tokens)
     a, b = torch.randn(2, 2048, 2048)
     seconds = in_turns({"step": step, "sgemm": lambda: a @ b}, turns)
     chunk, sgemm = (statistics.median(of) for of in seconds.values())
-    return (
-        f"prefill of {num_tokens}: {chunk * 1000:.0f} ms, {flop / chunk / 1e9:.0f} GFLOP/s in "
-        f"linear layers; torch sgemm 2048^3: {2 * 2048**3 / sgemm / 1e9:.0f} GFLOP/s"
+    ratio = statistics.median(
+        flop / one / (2 * 2048**3 / other)
+        for one, other in zip(seconds["step"], seconds["sgemm"], strict=True)
     )
+    return (
+        f"prefill of {num_tokens}: {chunk * 1000:.0f} ms, {flop / chunk / 1e9:.0f} GFLOP/s; "
+        f"torch sgemm 2048^3: {2 * 2048**3 / sgemm / 1e9:.0f} GFLOP/s; turn by turn {ratio:.2f}"
+    )
+
+
+def _flop_of_prefill(loaded: LoadedModel, num_tokens: int) -> float:
+    """Of what must be computed: every linear layer for every token, but those behind the last
+    layer's keys and values for the last token alone, and attention over what a token may see."""
+    layers = loaded.model.base_model.layers
+    flop = 0.0
+    for index, layer in enumerate(layers):
+        for name, linear in layer.named_modules():
+            if isinstance(linear, PackedLinear):
+                is_last = index == len(layers) - 1 and not name.endswith(
+                    ("k_proj", "v_proj", "q_proj")
+                )
+                flop += (
+                    2 * linear.in_features * linear.out_features * (1 if is_last else num_tokens)
+                )
+    pairs = num_tokens * (num_tokens + 1) / 2
+    config = loaded.geometry
+    return flop + 4 * config.head_dim * config.num_heads * pairs * len(layers)
 
 
 def main() -> None:
