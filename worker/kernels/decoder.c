@@ -79,11 +79,13 @@ static void activate(int64_t activation, float *gate, const float *up, int64_t w
 static void project(struct team team, const struct linear *const *layers, int count,
                     const float *x, int64_t x_stride, int64_t rows, float *out, int64_t out_stride,
                     int accumulate, void *scratch) {
-  if (layers[0]->format == WEIGHT_INT8) { /* depends on x alone, so it serves all of them */
-    linear_prepare(layers[0], x, x_stride, rows, scratch, team.thread, team.threads);
-    together(team);
-  }
   for (int i = 0; i < count && layers[i]; i++) {
+    /* what is prepared depends on x and the format alone, so it mostly serves all of them */
+    if (layers[i]->is_int8 && (i == 0 || layers[i]->format != layers[i - 1]->format)) {
+      if (i > 0) together(team); /* nobody reads any more what was there */
+      linear_prepare(layers[i], x, x_stride, rows, scratch, team.thread, team.threads);
+      together(team);
+    }
     linear_share(layers[i], x, x_stride, rows, out, out_stride, accumulate, scratch, team.thread,
                  team.threads);
     out += layers[i]->out_features;

@@ -117,7 +117,7 @@ static void multiply_panel(int64_t format, const char *stored, const char *next,
 void linear_share(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows,
                   float *out, int64_t out_stride, int accumulate, const void *scratch, int thread,
                   int num_threads) {
-  if (layer->format == WEIGHT_INT8) {
+  if (layer->is_int8) {
     int8_share(layer, rows, out, out_stride, accumulate, scratch, thread, num_threads);
     return;
   }
@@ -155,12 +155,12 @@ void linear_share(const struct linear *layer, const float *x, int64_t x_stride, 
 }
 
 size_t linear_scratch(const struct linear *layer, int64_t rows) {
-  return layer->format == WEIGHT_INT8 ? int8_scratch(layer, rows) : 0;
+  return layer->is_int8 ? int8_scratch(layer, rows) : 0;
 }
 
 void linear_prepare(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows,
                     void *scratch, int thread, int num_threads) {
-  if (layer->format == WEIGHT_INT8)
+  if (layer->is_int8)
     int8_prepare(layer, x, x_stride, rows, scratch, thread, num_threads);
 }
 
@@ -171,7 +171,7 @@ void linear(const struct linear *layer, const float *x, int64_t x_stride, int64_
 #pragma omp parallel num_threads(num_threads)
   {
     const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    if (layer->format == WEIGHT_INT8 && !is_prepared) {
+    if (layer->is_int8 && !is_prepared) {
       linear_prepare(layer, x, x_stride, rows, scratch, thread, threads);
 #pragma omp barrier
     }

@@ -2,10 +2,9 @@
  *
  * A panel is PANEL output features; the last one is filled up with zeros. Weights lie as
  *   float32, float16, bfloat16   [panel][in_features][PANEL]
- *   blocks4   [panel][block]: d[PANEL], m[PANEL] float16; [pairs of BLOCK][PANEL] bytes, the first
- *             feature's code in the low half
- *   blocks8   [panel][block]: d[PANEL] float16; [BLOCK][PANEL] int8
- *   int8      [panel][group]: struct group of linear_int8.c; one scale per output feature
+ *   blocks4   [panel][block]: d[PANEL], m[PANEL] float16; [BLOCK / 4][PANEL / 2][4] bytes: the code
+ *             of an output feature is the low half, that of the one PANEL / 2 later the high half
+ *   blocks8   [panel][block]: d[PANEL] float16; [2][BLOCK / 4][PANEL / 2][4] codes + 128, uint8
  * and start on a multiple of 64 bytes. Activations and results are float32; strides in elements.
  */
 #pragma once
@@ -19,17 +18,16 @@
 enum {
   WEIGHT_FLOAT32 = 0,
   WEIGHT_FLOAT16 = 1,
-  WEIGHT_INT8 = 2,
-  WEIGHT_BFLOAT16 = 3,
-  WEIGHT_BLOCKS4 = 4,
-  WEIGHT_BLOCKS8 = 5,
+  WEIGHT_BFLOAT16 = 2,
+  WEIGHT_BLOCKS4 = 3,
+  WEIGHT_BLOCKS8 = 4,
 };
 
 struct linear { /* mirrored by a ctypes structure in packed_linear.py */
   const void *weight;
-  const float *scale; /* [panels * PANEL], int8 only */
-  const float *bias;  /* [panels * PANEL]; zeros where there is none */
+  const float *bias; /* [panels * PANEL]; zeros where there is none */
   int64_t in_features, out_features, format;
+  int64_t is_int8; /* codes of blocks are multiplied as integers; else all is float32 arithmetic */
 };
 
 /* Bytes of scratch that a call with so many rows needs, aligned to 64; 0 but for int8. */
