@@ -1,16 +1,17 @@
 """A linear layer over weights that are packed once, for the CPU.
 
-Owns: packing and quantising weights, and handing tensors to C as pointers and strides. Does not
-own: arithmetic (kernels/linear.c, linear_int8.c), or which layers of a model are replaced
-(packing.py).
+Owns: joining weights, and handing tensors to C as pointers and strides. Does not own: how
+weights are stored (weight_storage.py), arithmetic (kernels/linear.c, linear_int8.c), or which
+layers of a model are replaced (packing.py).
 
 The bits of a result's row depend on that row and the weights alone, whatever other rows are
 computed with it and on however many threads. Formats, with float32 activations and results:
 
     float32   as precise as torch's; stored in the narrowest way that gives every weight back
     float16   weights rounded to 11 bits; half the memory
-    int8      weights rounded to 8 bits, one scale per output feature; activations to 7 bits, one
-              scale for 64 of a row; a quarter of the memory
+    int8      integer arithmetic: blocks of 4 bits (GGUF's Q4_1) as they are, times activations of 8
+              bits, one scale for 32; other weights rounded to 8 bits, one step for 32, times
+              activations of 16 bits, one scale for a row
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How the weights of a packed layer are stored: panel by panel, in the order in which C reads them.
 
-Owns: the layouts of kernels/linear.h and weights.h, and finding the narrowest one that gives every
-weight of a layer back exactly. Does not own: int8 with its quantised activations and what a layer
-does with its weights (packed_linear.py).
+Owns: the layouts of kernels/linear.h, finding the narrowest one that gives every weight of a layer
+back exactly, and rounding to float16 and int8. Does not own: what a layer does with its weights
+(packed_linear.py).
 
 A layer whose checkpoint was narrower than float32 holds no more than that afterwards: bfloat16
 checkpoints have 16 bits that are zero, those out of GGUF files are a step and an offset for 32
@@ -134,7 +134,8 @@ def _rounded(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _blocks8(step: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    return torch.cat([_bytes(step), _quads(codes.to(torch.int8)).flatten(2).view(torch.uint8)], dim=2)
+    by_half = _quads(codes.to(torch.int8)).flatten(2)
+    return torch.cat([_bytes(step), by_half.view(torch.uint8)], dim=2)
 
 
 # All of blocks: float32 [panels, PANEL, blocks, BLOCK]; step and offset float16, without the last.
@@ -157,8 +158,8 @@ def _is_exact(
 
 
 def _quads(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 -> [panels, blocks, 2, BLOCK / 4, PANEL / 2, 4]: both halves of a panel, of each the
-    codes of four input features after each other, as integer products take them."""
+    """Bytes -> [panels, blocks, 2, BLOCK / 4, PANEL / 2, 4]: both halves of a panel; four input
+    features lie together, as integer products take them."""
     return codes.unflatten(3, (4, -1)).unflatten(1, (2, -1)).permute(0, 3, 1, 5, 2, 4)
 
 

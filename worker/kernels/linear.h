@@ -2,10 +2,12 @@
  *
  * A panel is PANEL output features; the last one is filled up with zeros. Weights lie as
  *   float32, float16, bfloat16   [panel][in_features][PANEL]
- *   blocks4   [panel][block]: d[PANEL], m[PANEL] float16; [BLOCK / 4][PANEL / 2][4] bytes: the code
- *             of an output feature is the low half, that of the one PANEL / 2 later the high half
- *   blocks8   [panel][block]: d[PANEL] float16; [2][BLOCK / 4][PANEL / 2][4] codes + 128, uint8
- * and start on a multiple of 64 bytes. Activations and results are float32; strides in elements.
+ *   blocks4   [panel][block]: d[PANEL], m[PANEL] float16; [8][PANEL / 2][4] bytes: the code of an
+ *             output feature is the low half, of the one PANEL / 2 later the high half
+ *   blocks8   [panel][block]: d[PANEL] float16; [halves of the panel][8][PANEL / 2][4] int8
+ * where [q][][i] is input feature q + 8 i of the block; they start on a multiple of 64 bytes. int8
+ * fills up the last block with zeros, float32 has whole blocks only.
+ * Activations and results are float32; strides in elements.
  */
 #pragma once
 #include <stddef.h>

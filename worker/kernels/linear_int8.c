@@ -1,16 +1,20 @@
 /* Linear layers over blocks of codes (linear.h) in integer arithmetic.
  *
- * Each row of activations is quantised when it comes, BLOCK features at a time, by the largest value
- * among them, so that one large value does not take the others' bits: to 8 bits for codes of 4 bits,
- * to 16 for codes of 8. Either way AVX2 can add up a block's products without overflow:
- *   4 bits   bytes times bytes, added up in 16 bits: BLOCK / 2 pairs of 15 * 127 are below 2^15
- *   8 bits   as 16 bits times 16 bits, added up in 32
- * and both cost as many instructions per bit of weight. A block's sum is exact; the scale of its
- * activations, its step and its offset follow in float32, block after block. So the bits of a result
- * depend on its row and its weights alone.
+ * Activations are quantised when they come, as finely as AVX2 can add up the products of a block:
+ *   codes of 4 bits   times 8 bits: eight pairs of 2 * 15 * 127 fit 16 bits. A block of a row has a
+ *                     scale of its own, so that one large value does not take the others' bits: a
+ *                     multiple of 1 to 32767 of the row's unit, by which the 16-bit sums are
+ *                     multiplied while they are added up to 32 bits.
+ *   codes of 8 bits   times 16 bits, which costs no more than times 8, in the row's unit.
+ * A block's sum is exact. Step and offset follow in float32, one block after the other, and at the end
+ * the row's unit. So the bits of a result depend on its row and its weights alone.
  *
- * Scratch, with rows cut into tiles: [tile][block] scales[rows], sums[rows] of the quantised
- * activations, float32, then their codes [rows][8][4] int8, or [rows][2][8][2] int16.
+ * Scratch, with rows cut into tiles: units [rows], then [tile][block] of
+ *   4 bits   scales [rows][2] int16, both the same; sums of the activations [rows] float32, for the
+ *            offsets; [rows][8][4] int8
+ *   8 bits   [rows][2][8][2] int16
+ * Of the BLOCK features q, q + 8, q + 16 and q + 24 lie together; as 16 bits the first and the third,
+ * and, 32 bytes later, the others.
  */
 #include "linear.h"
 
@@ -21,12 +25,13 @@
 
 #define TILE_ROWS 6
 #define QUADS (BLOCK / 4)
-#define AT_ONCE 12            /* blocks of a panel that stay in the first-level cache for all rows */
+#define AT_ONCE 12            /* blocks of a panel at most that stay in the first-level cache */
 #define ROW_BYTES (256 << 10) /* of rows that are gone through at once: they stay in a cache */
 #define MOST_TILES 64
-#define SMALLEST 1e-30f
+#define MOST 32767.0f
+#define SMALLEST 1e-30f /* rows below are zeros; a unit above, and 1 over it, are normal numbers */
 
-typedef int16_t swvec __attribute__((vector_size(32)));
+typedef int16_t short_vec __attribute__((vector_size(32)));
 typedef uint16_t hvec __attribute__((vector_size(32)));
 
 static int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -73,12 +78,22 @@ static float largest_of(const float *x, int64_t features) {
   return largest + odd;
 }
 
+/* The least multiple of `unit` of which 127 reach `largest` */
+static int32_t scale_of(float largest, float unit) {
+  const float ratio = largest / (unit * 127.0f);
+  const int32_t below = (int32_t)ratio, scale = below + ((float)below < ratio);
+  return scale < (int32_t)MOST ? scale : (int32_t)MOST;
+}
+
 /* codes[4][LANES] = x * inverse, to nearest */
 INLINE void quantise(const float *x, int features, float inverse, ivec *codes) {
   const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
   float values[BLOCK] = {0};
   memcpy(values, x, sizeof(float) * (size_t)features);
-  EACH(i, 4) codes[i] = (ivec)(load(values + i * LANES) * splat(inverse) + splat(shift)) - (ivec)splat(shift);
+  EACH(i, 4) {
+    const vec shifted = load(values + i * LANES) * splat(inverse) + splat(shift);
+    codes[i] = (ivec)shifted - (ivec)splat(shift);
+  }
 }
 
 void int8_prepare(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows,
@@ -91,30 +106,26 @@ void int8_prepare(const struct linear *layer, const float *x, int64_t x_stride, 
     const int64_t height = first_row(&tiles, tile + 1) - first, r = row - first;
     const float *values = x + row * x_stride, largest = largest_of(values, layer->in_features);
     const int is_usable = largest > SMALLEST && largest < INFINITY;
-    const float most = is_half ? 127.0f * 32767.0f : 32767.0f, unit = largest / most;
-    tiles.units[row] = is_usable ? unit : largest * 0.0f;
+    const float unit = largest / (is_half ? 127.0f * MOST : MOST);
+    tiles.units[row] = is_usable ? unit : largest * 0.0f; /* NaN shows whoever looks for such rows */
     for (int64_t b = 0; b < tiles.blocks; b++) {
       const int64_t left = layer->in_features - b * BLOCK;
       const int features = left < BLOCK ? (int)left : BLOCK;
+      const float *part = values + b * BLOCK;
       char *block = tiles.codes + (first * tiles.blocks + b * height) * tiles.size;
-      ivec codes[4];
+      ivec codes[4], pairs[2];
       if (is_half) {
-        const float here = is_usable ? largest_of(values + b * BLOCK, features) : 0.0f;
-        const float ratio = here / (unit * 127.0f);
-        int32_t scale = (int32_t)ratio; 
-        scale += (float)scale < ratio;
-        scale = scale > 32767 ? 32767 : scale;
-        quantise(values + b * BLOCK, features, scale ? 1.0f / (unit * (float)scale) : 0.0f, codes);
-        const int32_t twice = scale | scale << 16;
+        const int32_t scale = is_usable ? scale_of(largest_of(part, features), unit) : 0;
+        quantise(part, features, scale ? 1.0f / (unit * (float)scale) : 0.0f, codes);
         const ivec total = codes[0] + codes[1] + codes[2] + codes[3];
         const float sum = (float)scale * sum_lanes(__builtin_convertvector(total, vec));
-        const ivec quads = (codes[0] & 255) | (codes[1] & 255) << 8 | (codes[2] & 255) << 16 | codes[3] << 24;
+        const int32_t twice = scale | scale << 16;
+        pairs[0] = (codes[0] & 255) | (codes[1] & 255) << 8 | (codes[2] & 255) << 16 | codes[3] << 24;
         memcpy(block + r * 4, &twice, 4);
         memcpy(block + (height + r) * 4, &sum, 4);
-        memcpy(block + height * 8 + r * 32, &quads, 32);
+        memcpy(block + height * 8 + r * 32, pairs, 32);
       } else {
-        quantise(values + b * BLOCK, features, is_usable ? most / largest : 0.0f, codes);
-        ivec pairs[2];
+        quantise(part, features, is_usable ? MOST / largest : 0.0f, codes);
         EACH(c, 2) pairs[c] = (codes[c] & 0xffff) | codes[c + 2] << 16;
         memcpy(block + r * 64, pairs, 64);
       }
@@ -125,7 +136,7 @@ void int8_prepare(const struct linear *layer, const float *x, int64_t x_stride, 
 /* ---- products --------------------------------------------------------------------------- */
 
 #ifdef __AVX2__
-/* sums of two products of bytes, the first ones unsigned; of four bits, so none saturates */
+/* sums of two products of bytes, those of `a` unsigned and of 4 bits */
 INLINE hvec bytes_times(hvec a, ivec b) {
   return (hvec)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
 }
@@ -155,126 +166,140 @@ INLINE ivec pairs_times(hvec a, ivec b) {
 }
 #endif
 
+INLINE void fetch_block(int64_t format, const char *block) {
+  EACH(i, (int)panel_bytes(format, BLOCK) / 64 + 1) __builtin_prefetch(block + i * 64, 0, 2);
+}
+
 INLINE ivec everywhere(const char *four_bytes) {
   int32_t value;
   memcpy(&value, four_bytes, sizeof value);
   return (ivec){value, value, value, value, value, value, value, value};
 }
 
-struct widened { /* a block of weights: what is multiplied with four bytes of activations each */
+/* step `s` of a block's codes: what is multiplied with four bytes of activations each */
+INLINE void load_codes(int is_half, const char *codes, int s, hvec w[2]) {
+  EACH(c, 2) {
+    hvec four;
+    memcpy(&four, codes + (is_half ? s : c * QUADS + s % QUADS) * 32, sizeof four);
+    if (is_half) w[c] = (c ? four >> 4 : four) & 0x0f0f;
+    else w[c] = (hvec)((short_vec)(s < QUADS ? four << 8 : four) >> 8); /* with its sign */
+  }
+}
+
+struct ready { /* a block of weights as it is multiplied */
   vec d[2], m[2];
   hvec codes[2 * QUADS][2];
 };
 
-INLINE void widen_codes(int is_half, int blocks, const char *stored, struct widened *to,
-                        const char *ahead) {
+/* Worth it if several tiles follow. Fetches as much from `ahead` on. */
+INLINE void make_ready(int64_t format, int blocks, const char *stored, struct ready *to,
+                       const char *ahead) {
+  const int is_half = format == WEIGHT_BLOCKS4, steps = is_half ? QUADS : 2 * QUADS;
   for (int b = 0; b < blocks; b++, to++) {
-    float d[PANEL], m[PANEL];
-    stored = load_steps(is_half ? WEIGHT_BLOCKS4 : WEIGHT_BLOCKS8, stored, d, m);
-    EACH(c, 2) to->d[c] = load(d + c * LANES), to->m[c] = load(m + c * LANES);
-    const int lines = is_half ? 5 : 9;
-    EACH(i, lines) __builtin_prefetch(ahead + 64 * i, 0, 2);
-    ahead += is_half ? 320 : 544;
-    EACH(q, QUADS) {
-      hvec both[2];
-      if (is_half) {
-        memcpy(both, stored + q * 32, 32);
-        to->codes[q][0] = both[0] & 0x0f0f;
-        to->codes[q][1] = (both[0] >> 4) & 0x0f0f;
-      } else {
-        EACH(c, 2) {
-          memcpy(&both[c], stored + (c * QUADS + q) * 32, 32);
-          to->codes[q][c] = (hvec)((swvec)(both[c] << 8) >> 8);
-          to->codes[QUADS + q][c] = (hvec)((swvec)both[c] >> 8);
-        }
-      }
-    }
-    stored += is_half ? 256 : 512;
+    fetch_block(format, ahead);
+    const char *codes = load_steps(format, stored, (float *)to->d, (float *)to->m);
+    EACH(s, steps) load_codes(is_half, codes, s, to->codes[s]);
+    stored += panel_bytes(format, BLOCK);
+    ahead += panel_bytes(format, BLOCK);
   }
 }
 
-/* to[rows][PANEL] += blocks of activations times blocks of weights, one block after the other;
- * `rows` and `is_half` (4 bits a weight) are constants where it is called. */
-INLINE void multiply(int is_half, int rows, int blocks, const char *x, const struct widened *weight,
-                     float *to) {
-  const int steps = is_half ? QUADS : 2 * QUADS;
-  vec total[TILE_ROWS][2];
+/* to[rows][PANEL] += blocks of activations times blocks of weights, one block after the other. They
+ * lie as they are stored, and as much is fetched from `ahead` on, or `is_ready`. The last four are
+ * constants where it is called. */
+INLINE void multiply(int blocks, const char *x, const void *weights, float *to, const char *ahead,
+                     int64_t format, int is_ready, int rows) {
+  const int is_half = format == WEIGHT_BLOCKS4, steps = is_half ? QUADS : 2 * QUADS;
+  const char *stored = weights;
+  const struct ready *ready = weights;
+  vec total[TILE_ROWS][2], d[2], m[2];
   EACH(r, rows) EACH(c, 2) total[r][c] = load(to + r * PANEL + c * LANES);
-  for (int b = 0; b < blocks; b++, weight++) {
-    const char *scales = x;
+  for (int b = 0; b < blocks; b++) {
+    const char *scales = x, *offsets = x + 4 * rows, *codes = NULL;
     if (is_half) x += 8 * rows;
+    if (!is_ready) {
+      fetch_block(format, ahead);
+      codes = load_steps(format, stored, (float *)d, (float *)m);
+    }
     ivec sums[TILE_ROWS][2];
     EACH(r, rows) EACH(c, 2) sums[r][c] = (ivec){0};
     EACH(s, steps) {
-      hvec w[2] = {weight->codes[s][0], weight->codes[s][1]};
+      hvec w[2];
+      if (is_ready) EACH(c, 2) w[c] = ready->codes[s][c];
+      else load_codes(is_half, codes, s, w);
       IN_REGISTER(w[0]); /* else they are read again for every row */
       IN_REGISTER(w[1]);
       EACH(r, rows) {
         const ivec value = everywhere(x + (r * steps + s) * 4);
         EACH(c, 2) {
-          if (is_half)
-            sums[r][c] = (ivec)((hvec)sums[r][c] + bytes_times(w[c], value));
-          else
-            sums[r][c] += pairs_times(w[c], value);
-          IN_REGISTER(sums[r][c]);
+          if (is_half) sums[r][c] = (ivec)((hvec)sums[r][c] + bytes_times(w[c], value));
+          else sums[r][c] += pairs_times(w[c], value);
+          IN_REGISTER(sums[r][c]); /* else the sums are reordered, and do not fit the registers */
         }
       }
     }
-    EACH(r, rows) {
-      EACH(c, 2) {
-        if (is_half) {
-          const vec offset = (vec)everywhere(scales + (rows + r) * 4);
-          total[r][c] = fma8(offset, weight->m[c], total[r][c]);
-          sums[r][c] = pairs_times((hvec)sums[r][c], everywhere(scales + r * 4));
-        }
-        total[r][c] = fma8(__builtin_convertvector(sums[r][c], vec), weight->d[c], total[r][c]);
+    EACH(r, rows) EACH(c, 2) {
+      if (is_half) {
+        const vec offset = (vec)everywhere(offsets + r * 4);
+        total[r][c] = fma8(offset, is_ready ? ready->m[c] : m[c], total[r][c]);
+        sums[r][c] = pairs_times((hvec)sums[r][c], everywhere(scales + r * 4));
       }
+      const vec sum = __builtin_convertvector(sums[r][c], vec);
+      total[r][c] = fma8(sum, is_ready ? ready->d[c] : d[c], total[r][c]);
     }
-    x += rows * BLOCK * (is_half ? 1 : 2);
+    x += rows * steps * 4;
+    ready++;
+    stored += panel_bytes(format, BLOCK);
+    ahead += panel_bytes(format, BLOCK);
   }
   EACH(r, rows) EACH(c, 2) store(to + r * PANEL + c * LANES, total[r][c]);
 }
 
-#define EACH_HEIGHT(is_half)                                            \
-  switch (rows) {                                                      \
-    case 1: multiply(is_half, 1, blocks, x, weight, to); break;  \
-    case 2: multiply(is_half, 2, blocks, x, weight, to); break;  \
-    case 3: multiply(is_half, 3, blocks, x, weight, to); break;  \
-    case 4: multiply(is_half, 4, blocks, x, weight, to); break;  \
-    case 5: multiply(is_half, 5, blocks, x, weight, to); break;  \
-    default: multiply(is_half, 6, blocks, x, weight, to);        \
+#define MULTIPLY(name, ...)                                                                \
+  static void name(int rows, int blocks, const char *x, const void *weights, float *to,    \
+                   const char *ahead) {                                                    \
+    switch (rows) {                                                                        \
+      case 1: multiply(blocks, x, weights, to, ahead, __VA_ARGS__, 1); break;              \
+      case 2: multiply(blocks, x, weights, to, ahead, __VA_ARGS__, 2); break;              \
+      case 3: multiply(blocks, x, weights, to, ahead, __VA_ARGS__, 3); break;              \
+      case 4: multiply(blocks, x, weights, to, ahead, __VA_ARGS__, 4); break;              \
+      case 5: multiply(blocks, x, weights, to, ahead, __VA_ARGS__, 5); break;              \
+      default: multiply(blocks, x, weights, to, ahead, __VA_ARGS__, 6);                    \
+    }                                                                                      \
   }
-
-static void multiply4(int rows, int blocks, const char *x, const struct widened *weight, float *to) {
-  EACH_HEIGHT(1)
-}
-
-static void multiply8(int rows, int blocks, const char *x, const struct widened *weight, float *to) {
-  EACH_HEIGHT(0)
-}
+MULTIPLY(multiply_stored4, WEIGHT_BLOCKS4, 0)
+MULTIPLY(multiply_ready4, WEIGHT_BLOCKS4, 1)
+MULTIPLY(multiply_stored8, WEIGHT_BLOCKS8, 0)
+MULTIPLY(multiply_ready8, WEIGHT_BLOCKS8, 1)
 
 /* one panel of tiles [begin, end): out = products + bias, plus what is there if `accumulate` */
 static void panel_of_tiles(const struct linear *layer, int64_t panel, const struct tiles *tiles,
                            int64_t begin, int64_t end, float *out, int64_t out_stride,
                            int accumulate) {
+  const int is_half = layer->format == WEIGHT_BLOCKS4, is_ready = end - begin > 1;
   const int64_t size = panel_bytes(layer->format, BLOCK);
-  const char *weight = (const char *)layer->weight + panel * tiles->blocks * size;
-  float sums[MOST_TILES * TILE_ROWS * PANEL] __attribute__((aligned(64)));
+  const char *stored = (const char *)layer->weight + panel * tiles->blocks * size;
   const int64_t top = first_row(tiles, begin), rows = first_row(tiles, end) - top;
+  const int64_t parts = divided(tiles->blocks, AT_ONCE);
+  struct ready ready[AT_ONCE];
+  float sums[MOST_TILES * TILE_ROWS * PANEL] __attribute__((aligned(64)));
   memset(sums, 0, sizeof(float) * (size_t)(rows * PANEL));
-  struct widened widened[AT_ONCE];
-  for (int64_t b = 0; b < tiles->blocks; b += AT_ONCE) {
-    const int blocks = (int)(tiles->blocks - b < AT_ONCE ? tiles->blocks - b : AT_ONCE);
-    const char *stored = weight + b * size;
+  for (int64_t part = 0; part < parts; part++) {
+    const int64_t b = tiles->blocks * part / parts;
+    const int blocks = (int)(tiles->blocks * (part + 1) / parts - b);
     const char *ahead = stored + blocks * size;
-    if (layer->format == WEIGHT_BLOCKS4) widen_codes(1, blocks, stored, widened, ahead);
-    else widen_codes(0, blocks, stored, widened, ahead);
+    if (is_ready && is_half) make_ready(WEIGHT_BLOCKS4, blocks, stored, ready, ahead);
+    if (is_ready && !is_half) make_ready(WEIGHT_BLOCKS8, blocks, stored, ready, ahead);
     for (int64_t tile = begin; tile < end; tile++) {
       const int64_t first = first_row(tiles, tile), height = first_row(tiles, tile + 1) - first;
       const char *x = tiles->codes + (first * tiles->blocks + b * height) * tiles->size;
-      (layer->format == WEIGHT_BLOCKS4 ? multiply4 : multiply8)(
-          (int)height, blocks, x, widened, sums + (first - top) * PANEL);
+      float *to = sums + (first - top) * PANEL;
+      if (is_ready)
+        (is_half ? multiply_ready4 : multiply_ready8)((int)height, blocks, x, ready, to, ahead);
+      else
+        (is_half ? multiply_stored4 : multiply_stored8)((int)height, blocks, x, stored, to, ahead);
     }
+    stored += blocks * size;
   }
   const float *bias = layer->bias + panel * PANEL;
   const int64_t left = layer->out_features - panel * PANEL;
@@ -282,7 +307,10 @@ static void panel_of_tiles(const struct linear *layer, int64_t panel, const stru
   for (int64_t r = 0; r < rows; r++) {
     float *to = out + (top + r) * out_stride + panel * PANEL, results[PANEL] = {0};
     if (accumulate) memcpy(results, to, sizeof(float) * (size_t)width);
-    for (int c = 0; c < PANEL; c++) results[c] = sums[r * PANEL + c] * tiles->units[top + r] + (results[c] + bias[c]);
+    for (int c = 0; c < PANEL; c += LANES) {
+      const vec before = load(results + c) + load(bias + c);
+      store(results + c, fma8(load(sums + r * PANEL + c), splat(tiles->units[top + r]), before));
+    }
     memcpy(to, results, sizeof(float) * (size_t)width);
   }
 }

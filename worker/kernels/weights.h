@@ -19,19 +19,19 @@ INLINE int64_t panel_bytes(int64_t format, int64_t features) {
 
 typedef uint32_t uvec __attribute__((vector_size(32)));
 
-/* A block's steps and offsets. Codes of blocks8 are kept as 1 to 255, which the offset makes up for:
- * it is exact, like d times a code, so that d * code + m is rounded once, fused or not. */
+/* A block's steps and offsets, [PANEL] each; returns where its codes begin. */
 INLINE const char *load_steps(int64_t format, const char *block, float *d, float *m) {
   widen(block, d, PANEL, FLOAT16);
   if (format == WEIGHT_BLOCKS4) {
     widen(block + 2 * PANEL, m, PANEL, FLOAT16);
     return block + 4 * PANEL;
   }
-  for (int i = 0; i < PANEL; i += LANES) store(m + i, load(d + i) * splat(0.0f));
+  for (int i = 0; i < PANEL; i += LANES) store(m + i, splat(0.0f));
   return block + 2 * PANEL;
 }
 
-/* [BLOCK][PANEL] as float32 */
+/* [BLOCK][PANEL] as float32. d times a code is exact, so it makes no difference whether the addition
+ * is fused with it. */
 INLINE void widen_block(int64_t format, const char *block, float *to) {
   const int is_half = format == WEIGHT_BLOCKS4; /* a byte */
   float d[PANEL], m[PANEL];
