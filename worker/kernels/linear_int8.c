@@ -6,15 +6,15 @@
  *                     multiple of 1 to 32767 of the row's unit, by which the 16-bit sums are
  *                     multiplied while they are added up to 32 bits.
  *   codes of 8 bits   times 16 bits, which costs no more than times 8, in the row's unit.
- * A block's sum is exact. Step and offset follow in float32, one block after the other, and at the end
- * the row's unit. So the bits of a result depend on its row and its weights alone.
+ * A block's sum is exact. Step and offset follow in float32, one block after the other, and at the
+ * end the row's unit. So the bits of a result depend on its row and its weights alone.
  *
  * Scratch, with rows cut into tiles: units [rows], then [tile][block] of
  *   4 bits   scales [rows][2] int16, both the same; sums of the activations [rows] float32, for the
  *            offsets; [rows][8][4] int8
  *   8 bits   [rows][2][8][2] int16
- * Of the BLOCK features q, q + 8, q + 16 and q + 24 lie together; as 16 bits the first and the third,
- * and, 32 bytes later, the others.
+ * Of the BLOCK features q, q + 8, q + 16 and q + 24 lie together; as 16 bits the first and the
+ * third, and, 32 bytes later, the others.
  */
 #include "linear.h"
 
@@ -107,7 +107,7 @@ void int8_prepare(const struct linear *layer, const float *x, int64_t x_stride, 
     const float *values = x + row * x_stride, largest = largest_of(values, layer->in_features);
     const int is_usable = largest > SMALLEST && largest < INFINITY;
     const float unit = largest / (is_half ? 127.0f * MOST : MOST);
-    tiles.units[row] = is_usable ? unit : largest * 0.0f; /* NaN shows whoever looks for such rows */
+    tiles.units[row] = is_usable ? unit : largest * 0.0f; /* NaN, so that such rows are found */
     for (int64_t b = 0; b < tiles.blocks; b++) {
       const int64_t left = layer->in_features - b * BLOCK;
       const int features = left < BLOCK ? (int)left : BLOCK;
@@ -120,7 +120,8 @@ void int8_prepare(const struct linear *layer, const float *x, int64_t x_stride, 
         const ivec total = codes[0] + codes[1] + codes[2] + codes[3];
         const float sum = (float)scale * sum_lanes(__builtin_convertvector(total, vec));
         const int32_t twice = scale | scale << 16;
-        pairs[0] = (codes[0] & 255) | (codes[1] & 255) << 8 | (codes[2] & 255) << 16 | codes[3] << 24;
+        pairs[0] = (codes[0] & 255) | (codes[1] & 255) << 8 | (codes[2] & 255) << 16 |
+                   codes[3] << 24;
         memcpy(block + r * 4, &twice, 4);
         memcpy(block + (height + r) * 4, &sum, 4);
         memcpy(block + height * 8 + r * 32, pairs, 32);

@@ -52,7 +52,7 @@ INLINE void widen_block(int64_t format, const char *block, float *to) {
 }
 
 /* [features][PANEL] as float32: `stored` itself, or what has been put into `to` */
-static const float *widen_panel(int64_t format, const void *stored, int features, float *to) {
+static inline const float *widen_panel(int64_t format, const void *stored, int features, float *to) {
   const char *block = stored;
   if (format == WEIGHT_FLOAT32) return stored;
   if (format == WEIGHT_BLOCKS4) {
