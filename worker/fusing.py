@@ -34,7 +34,7 @@ _TRIED_TOKENS: Final = 5
 # Of the largest value: sums in another order differ by less than this; where activations are
 # quantised, one of them may fall on the other side of half a step.
 _TOLERANCE: Final = 2e-4
-_TOLERANCE_INT8: Final = 5e-3
+_TOLERANCE_INT8: Final = 2e-3
 _ACTIVATIONS: Final = {
     "SiLUActivation": SILU,
     "SiLU": SILU,

@@ -1,16 +1,17 @@
 """A linear layer over weights that are packed once, for the CPU.
 
-Owns: packing and quantising weights, and handing tensors to C as pointers and strides. Does not
-own: arithmetic (kernels/linear.c, linear_int8.c), or which layers of a model are replaced
-(packing.py).
+Owns: joining weights, and handing tensors to C as pointers and strides. Does not own: how
+weights are stored (weight_storage.py), arithmetic (kernels/linear.c, linear_int8.c), or which
+layers of a model are replaced (packing.py).
 
 The bits of a result's row depend on that row and the weights alone, whatever other rows are
 computed with it and on however many threads. Formats, with float32 activations and results:
 
     float32   as precise as torch's; stored in the narrowest way that gives every weight back
     float16   weights rounded to 11 bits; half the memory
-    int8      weights rounded to 8 bits, one scale per output feature; activations to 7 bits, one
-              scale for 64 of a row; a quarter of the memory
+    int8      integer arithmetic: blocks of 4 bits (GGUF's Q4_1) as they are, times activations of 8
+              bits, one scale for 32; other weights rounded to 8 bits, one step for 32, times
+              activations of 16 bits, one scale for a row
 """
 
 from __future__ import annotations
@@ -21,16 +22,12 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from worker.kernels.build import kernel_library
-from worker.weight_storage import PANEL, STORAGES, as_float16, exactly
+from worker.weight_storage import PANEL, STORAGES, as_float16, as_int8, exactly
 
 WEIGHT_FORMATS: Final = ("float32", "float16", "int8")
-
-_GROUP, _OFFSET = 64, 64  # GROUP and OFFSET of linear_int8.c
-_AT_ONCE: Final = 4096  # output features packed at once; a multiple of PANEL
 
 
 class CLinear(ctypes.Structure):
@@ -38,11 +35,11 @@ class CLinear(ctypes.Structure):
 
     _fields_ = [
         ("weight", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("in_features", ctypes.c_int64),
         ("out_features", ctypes.c_int64),
         ("format", ctypes.c_int64),
+        ("is_int8", ctypes.c_int64),
     ]
 
 
@@ -72,7 +69,6 @@ class PackedLinear(nn.Module):
 
     weight: None  # what looks for one finds that there is none, instead of a wrong one
     packed: torch.Tensor
-    scale: torch.Tensor | None
     bias: torch.Tensor
 
     def __init__(
@@ -94,17 +90,16 @@ class PackedLinear(nn.Module):
         self.in_features = weights[0].shape[1]
         self.out_features = sum(len(weight) for weight in weights)
         joined = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-        self.storage, packed, scale = _packed(joined.detach(), weight_format)
+        self.storage, packed = _stored(joined.detach(), weight_format)
         self.register_buffer("packed", packed, persistent=False)
-        self.register_buffer("scale", scale, persistent=False)
         self.register_buffer("bias", self._joined_bias(weights, biases), persistent=False)
         self.c_struct = CLinear(
             weight=self.packed.data_ptr(),
-            scale=None if scale is None else scale.data_ptr(),
             bias=self.bias.data_ptr(),
             in_features=self.in_features,
             out_features=self.out_features,
             format=STORAGES.index(self.storage),
+            is_int8=weight_format == "int8",
         )
         self.c_pointer = ctypes.addressof(self.c_struct)  # a `struct linear *` for C callers
 
@@ -161,42 +156,13 @@ class PackedLinear(nn.Module):
         return joined
 
 
-def _packed(
-    weight: torch.Tensor, weight_format: str
-) -> tuple[str, torch.Tensor, torch.Tensor | None]:
-    """[out, in] as linear.h wants it: its storage, its bytes, and int8's scales."""
+def _stored(weight: torch.Tensor, weight_format: str) -> tuple[str, torch.Tensor]:
+    """The storage of [out, in], and its bytes."""
     if weight_format == "float32":
-        return *exactly(weight), None
+        return exactly(weight)
     if weight_format == "float16":
-        return "float16", as_float16(weight), None
-    return "int8", *_as_int8(weight)
-
-
-def _as_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[panels][groups] of linear_int8.c's struct group, uint8, and float32 scales."""
-    out_features, in_features = weight.shape
-    panels, groups = -(-out_features // PANEL), -(-in_features // _GROUP)
-    packed = torch.empty(panels, groups, 4 * PANEL + _GROUP * PANEL, dtype=torch.uint8)
-    scale = torch.zeros(panels * PANEL)
-    for first in range(0, out_features, _AT_ONCE):
-        part = weight[first : first + _AT_ONCE]
-        here = packed[first // PANEL : -(-(first + len(part)) // PANEL)]
-        part, scale[first : first + len(part)] = _quantised(part)
-        part = F.pad(part, (0, groups * _GROUP - in_features, 0, PANEL * len(here) - len(part)))
-        by_group = part.view(len(here), PANEL, groups, _GROUP // 4, 4).permute(0, 2, 3, 1, 4)
-        starts = by_group.sum(dim=(2, 4), dtype=torch.int32) * -_OFFSET
-        here[..., : 4 * PANEL] = starts.view(torch.uint8)
-        here[..., 4 * PANEL :] = by_group.flatten(2).view(torch.uint8)
-    return packed, scale
-
-
-def _quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 [out, in] and float32 scales [out], symmetric: an output feature's largest is 127."""
-    largest = weight.abs().amax(dim=1)
-    if not torch.isfinite(largest).all():
-        raise ValueError("a weight is not finite, so it has no int8 value")
-    steps = torch.where(largest > 0, 127 / largest, 0)
-    return (weight * steps[:, None]).round().to(torch.int8), largest / 127
+        return "float16", as_float16(weight)
+    return as_int8(weight)
 
 
 def _up(number: int, multiple: int) -> int:

@@ -1,8 +1,8 @@
 """How the weights of a packed layer are stored: panel by panel, in the order in which C reads them.
 
-Owns: the layouts of kernels/linear.h and weights.h, and finding the narrowest one that gives every
-weight of a layer back exactly. Does not own: int8 with its quantised activations and what a layer
-does with its weights (packed_linear.py).
+Owns: the layouts of kernels/linear.h, finding the narrowest one that gives every weight of a layer
+back exactly, and rounding to float16 and int8. Does not own: what a layer does with its weights
+(packed_linear.py).
 
 A layer whose checkpoint was narrower than float32 holds no more than that afterwards: bfloat16
 checkpoints have 16 bits that are zero, those out of GGUF files are a step and an offset for 32
@@ -23,9 +23,10 @@ BLOCK: Final = 32  # input features that share a step and an offset; BLOCK of li
 # Output features encoded at once, a multiple of PANEL: few, so that a storage that does not fit is
 # given up early, and not so few that calls cost more than what they compute.
 _AT_ONCE: Final = 512
+_LARGEST_INT8: Final = 127 * torch.finfo(torch.half).max
 
 # enum of linear.h
-STORAGES: Final = ("float32", "float16", "int8", "bfloat16", "blocks4", "blocks8")
+STORAGES: Final = ("float32", "float16", "bfloat16", "blocks4", "blocks8")
 
 Encode = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -49,6 +50,20 @@ def as_float16(weight: torch.Tensor) -> torch.Tensor:
     stored = _encoded(halved, _plain)
     assert stored is not None
     return stored
+
+
+def as_int8(weight: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """Blocks for float32 [out, in], 4 bits where they are exact, else rounded to 8: the storage
+    and its bytes, uint8."""
+    largest = weight.abs().max()
+    if not largest <= _LARGEST_INT8:
+        raise ValueError(f"a weight is {largest:g}; int8 reaches {_LARGEST_INT8:g}")
+    stored = _encoded(weight, _as_blocks4)
+    if stored is not None:
+        return "blocks4", stored
+    stored = _encoded(weight, _rounded_to_blocks8)
+    assert stored is not None
+    return "blocks8", stored
 
 
 def _encoded(weight: torch.Tensor, encode: Encode) -> torch.Tensor | None:
@@ -90,12 +105,10 @@ def _as_blocks4(part: torch.Tensor) -> torch.Tensor | None:
     low, high = blocks.aminmax(dim=3)
     step, offset = ((high - low) / 15).half(), low.half()
     codes = _codes(blocks, step, offset, 0, 15)
-    if codes is None:
+    if not _is_exact(blocks, step, offset, codes):
         return None
-    pairs = codes.to(torch.uint8).permute(0, 2, 3, 1).unflatten(2, (-1, 2))
-    return torch.cat(
-        [_bytes(step), _bytes(offset), (pairs[..., 0, :] | pairs[..., 1, :] << 4).flatten(2)], dim=2
-    )
+    first, second = _quads(codes.to(torch.uint8)).unbind(2)
+    return torch.cat([_bytes(step), _bytes(offset), (first | second << 4).flatten(2)], dim=2)
 
 
 def _as_blocks8(part: torch.Tensor) -> torch.Tensor | None:
@@ -103,22 +116,53 @@ def _as_blocks8(part: torch.Tensor) -> torch.Tensor | None:
     if part.shape[2] % BLOCK:
         return None
     blocks = part.unflatten(2, (-1, BLOCK))
-    step = (blocks.abs().amax(dim=3) / 127).half()
-    codes = _codes(blocks, step, torch.zeros_like(step), -127, 127)
-    if codes is None:
-        return None
-    by_feature = codes.to(torch.int8).permute(0, 2, 3, 1).flatten(2)
-    return torch.cat([_bytes(step), by_feature.view(torch.uint8)], dim=2)
+    step, codes = _rounded(blocks)
+    return _blocks8(step, codes) if _is_exact(blocks, step, None, codes) else None
+
+
+def _rounded_to_blocks8(part: torch.Tensor) -> torch.Tensor:
+    """The same of any weights; what is missing of the last block is zeros."""
+    return _blocks8(*_rounded(F.pad(part, (0, -part.shape[2] % BLOCK)).unflatten(2, (-1, BLOCK))))
+
+
+def _rounded(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The step, float16, and the codes with which every weight is at most half a step away."""
+    largest = blocks.abs().amax(dim=3)
+    step = (largest / 127).half()
+    # below its normal range float16 is so coarse that rounding down would cut the largest off
+    too_small = step.float() * 127.5 < largest
+    step = torch.where(too_small, (step.view(torch.int16) + 1).view(torch.half), step)
+    return step, _codes(blocks, step, None, -127, 127)
+
+
+def _blocks8(step: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    by_half = _quads(codes.to(torch.int8)).flatten(2)
+    return torch.cat([_bytes(step), by_half.view(torch.uint8)], dim=2)
+
+
+# All of blocks: float32 [panels, PANEL, blocks, BLOCK]; step and offset float16, without the last.
 
 
 def _codes(
-    blocks: torch.Tensor, step: torch.Tensor, offset: torch.Tensor, least: int, most: int
-) -> torch.Tensor | None:
-    """float32 [panels, PANEL, blocks, BLOCK], if step * code + offset is every weight exactly."""
-    wide, shift = step.float()[..., None], offset.float()[..., None]
-    codes = (blocks - shift).div_(wide).round_().nan_to_num_(0.0).clamp_(least, most)
-    # a step times a code is exact in float32, so this rounds once, as the kernel does
-    return codes if torch.equal((codes * wide).add_(shift), blocks) else None
+    blocks: torch.Tensor, step: torch.Tensor, offset: torch.Tensor | None, least: int, most: int
+) -> torch.Tensor:
+    """The nearest ones."""
+    above = blocks if offset is None else blocks - offset.float()[..., None]
+    return (above / step.float()[..., None]).round_().nan_to_num_(0.0).clamp_(least, most)
+
+
+def _is_exact(
+    blocks: torch.Tensor, step: torch.Tensor, offset: torch.Tensor | None, codes: torch.Tensor
+) -> bool:
+    """A step times a code is exact in float32, so this rounds once, as the kernel does."""
+    found = codes * step.float()[..., None]
+    return torch.equal(found if offset is None else found + offset.float()[..., None], blocks)
+
+
+def _quads(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes -> [panels, blocks, 2, BLOCK / 4, PANEL / 2, 4]: both halves of a panel; four input
+    features lie together, as integer products take them."""
+    return codes.unflatten(3, (4, -1)).unflatten(1, (2, -1)).permute(0, 3, 1, 5, 2, 4)
 
 
 def _bytes(halves: torch.Tensor) -> torch.Tensor:

@@ -174,16 +174,14 @@ def test_a_model_that_begins_to_compute_between_layers_is_stopped(
 
 
 @pytest.mark.smollm2
-@pytest.mark.parametrize(
-    ("weight_format", "storages"), [("float32", {"blocks4", "blocks8"}), ("int8", {"int8"})]
-)
+@pytest.mark.parametrize("weight_format", ["float32", "int8"])
 def test_the_embedded_model_is_served_by_a_stack_over_narrow_weights(
-    computed: list[int], weight_format: str, storages: set[str]
+    computed: list[int], weight_format: str
 ) -> None:
     """Each of these may go without changing an answer; a step then takes several times as long."""
     loaded = load_smollm2(weight_format)
     linears = [module for module in loaded.model.modules() if isinstance(module, PackedLinear)]
-    assert {linear.storage for linear in linears} == storages
+    assert {linear.storage for linear in linears} == {"blocks4", "blocks8"}
     assert len(fused_layers(loaded.model)) == loaded.geometry.num_layers == 30
     _, step = step_of(loaded, num_rows=3, num_tokens=20)
     step()

@@ -80,7 +80,7 @@ def test_originals_are_given_back_and_the_embedding_stays():
     gc.collect()
     assert of_layer() is None
     assert torch.equal(model.model.embed_tokens.weight, table)
-    assert model.lm_head.storage == "int8"
+    assert model.lm_head.storage == "blocks8"
 
 
 def test_progress_and_one_line_that_says_what_was_done(saved, caplog):

@@ -77,16 +77,21 @@ def test_whole_numbers_come_out_exactly(plain: ctypes.CDLL, kind: str) -> None:
         assert torch.equal(layer(x[:rows]), right[:rows])
 
 
-@pytest.mark.parametrize("kind", [*LIMITS, "int8"])
-def test_linear_layers_agree(plain: ctypes.CDLL, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "weight_format", "storage"),
+    [*((kind, "float32", kind) for kind in LIMITS)]
+    + [("blocks4", "int8", "blocks4"), ("float32", "int8", "blocks8")],
+)
+def test_linear_layers_agree(
+    plain: ctypes.CDLL, kind: str, weight_format: str, storage: str
+) -> None:
     """Bits of a row may differ between CPUs, answers may not."""
-    weight = of_kind("float32" if kind == "int8" else kind)
-    weight_format = "int8" if kind == "int8" else "float32"
+    weight = of_kind(kind)
     x, bias = torch.randn(37, WIDE), torch.randn(OUT)
     native = PackedLinear([weight], [bias], weight_format)
     with in_place(plain):
         other = PackedLinear([weight], [bias], weight_format)
-    assert other.storage == native.storage == kind
+    assert other.storage == native.storage == storage
     for rows in (1, 4, 37):
         assert error(other(x[:rows]), native(x[:rows])) < ROUNDING
 

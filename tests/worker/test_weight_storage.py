@@ -98,3 +98,37 @@ def test_what_is_not_finite_is_kept():
     weight[2, 5] = float("inf")
     layer = PackedLinear([weight], [None])
     assert torch.isinf(layer(torch.ones(1, WIDE))[0, 2])
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("blocks4", 1e-2), ("blocks8", 1e-4)])
+def test_int8_keeps_the_weights_of_blocks(kind, bound):
+    """Rounded again, a 4-bit model would pay twice. What is left is the rounding of activations, to
+    8 and to 16 bits; ones are exact in both."""
+    weight = of_kind(kind)
+    layer = PackedLinear([weight], [None], "int8")
+    assert layer.storage == kind
+    assert layer.packed.nbytes * 8 / (48 * WIDE) == BITS[kind]
+    torch.testing.assert_close(layer(torch.ones(7, WIDE))[3], weight.sum(dim=1))
+    x = torch.randn(7, WIDE, generator=torch.Generator().manual_seed(6))
+    right = x @ weight.T
+    assert (layer(x) - right).abs().max() < bound * right.abs().max()
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e-5, 1.0, 1e5])
+def test_int8_rounds_by_half_a_step_at_most(size):
+    """Steps are float16, which is coarse where weights are tiny: they may not be cut off there."""
+    weight = of_kind("float32") * size
+    layer = PackedLinear([weight], [None], "int8")
+    largest = weight.unflatten(1, (-1, 32)).abs().amax(dim=2, keepdim=True).expand(-1, -1, 32)
+    error = (layer(torch.eye(WIDE)).T - weight).abs()
+    assert (error <= 0.51 * (largest.reshape(OUT, WIDE) / 127 + 2**-24)).all()
+
+
+@pytest.mark.parametrize("kind", ["blocks4", "blocks8"])
+def test_one_row_and_many_have_the_same_bits_in_int8(kind):
+    """Few rows are multiplied with what is stored, many with what is unpacked before."""
+    layer = PackedLinear([of_kind(kind)], [None], "int8")
+    x = torch.randn(300, WIDE, generator=torch.Generator().manual_seed(6))
+    right = torch.cat([layer(row) for row in x.split(1)])
+    for rows in (2, 6, 7, 13, 300):
+        assert torch.equal(layer(x[:rows]), right[:rows])

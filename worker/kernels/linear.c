@@ -12,6 +12,7 @@
  */
 #include "linear.h"
 
+#include "panels.h"
 #include "vectors.h"
 #include "weights.h"
 
@@ -20,7 +21,6 @@
 #define LONGEST 1024          /* input features that are gone through at once */
 #define ROW_FLOATS (64 << 10) /* of rows that are gone through at once */
 #define MOST_ROWS 128
-#define FEW_ROWS 8 /* below, memory is what is waited for, and read best in one run */
 
 /* sums[rows][PANEL] += x[features][rows] * weight[features][PANEL], one feature after the other.
  * `rows` is a constant where it is called. Fetches a line of `ahead` for every four features. */
@@ -68,8 +68,6 @@ static void multiply_tile(int rows, const float *x, const float *weight, int fea
 }
 
 /* ---- a thread's share ------------------------------------------------------------------- */
-
-static int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /* at most `most`, all about as long, a multiple of BLOCK */
 static int64_t cut(int64_t features, int64_t most) {
@@ -152,43 +150,38 @@ struct block {
   int64_t begin, width;
 };
 
-/* one panel of a layer; `out` is where the block's results go */
-static void compute_panel(const struct linear *layer, int64_t panel, const struct block *block,
-                          float *out, int64_t out_stride, int accumulate) {
+/* one panel; `out` is where the block's results go */
+static void compute_panel(struct panel panel, const struct block *block, float *out,
+                          int64_t out_stride, int accumulate) {
+  const struct linear *layer = panel.layer;
   const int64_t size = panel_bytes(layer->format, 1), stride = layer->in_features * size;
-  const char *stored = (const char *)layer->weight + panel * stride + block->begin * size;
-  const int64_t left = layer->out_features - panel * PANEL;
-  const int columns = left < PANEL ? (int)left : PANEL, is_start = block->begin == 0;
+  const char *stored = (const char *)layer->weight + panel.index * stride + block->begin * size;
+  const int is_start = block->begin == 0;
   float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));
-  out += panel * PANEL;
-  begin_sums(sums, block->rows.count, out, out_stride, columns, !is_start || accumulate,
-             is_start ? layer->bias + panel * PANEL : NULL);
+  out += panel.first_column;
+  begin_sums(sums, block->rows.count, out, out_stride, panel.columns, !is_start || accumulate,
+             is_start ? layer->bias + panel.index * PANEL : NULL);
   multiply_panel(layer->format, stored, stored + stride, block->rows, block->packed, block->width,
                  sums);
-  end_sums(sums, block->rows.count, out, out_stride, columns);
+  end_sums(sums, block->rows.count, out, out_stride, panel.columns);
 }
-
-static int64_t panels_of(const struct linear *layer) { return divided(layer->out_features, PANEL); }
 
 void linear_share(const struct linear *const *layers, int count, const float *x, int64_t x_stride,
                   int64_t rows, float *out, int64_t out_stride, int accumulate,
                   const void *scratch, struct team team) {
-  if (preparation_of(*layers) == AS_INT8) {
-    for (int i = 0; i < count; out += layers[i++]->out_features)
-      int8_share(layers[i], rows, out, out_stride, accumulate, scratch, team);
+  if (preparation_of(*layers) != AS_IT_IS) {
+    int8_share(layers, count, rows, out, out_stride, accumulate, scratch, team);
     return;
   }
   const int64_t features = layers[0]->in_features, longest = cut(features, LONGEST);
   const int64_t fitting = ROW_FLOATS / longest < MOST_ROWS ? ROW_FLOATS / longest : MOST_ROWS;
-  const int64_t blocks = divided(rows, fitting);
+  const int64_t blocks = divided(rows, fitting), panels = count_panels(layers, count);
   float packed[ROW_FLOATS] __attribute__((aligned(64)));
-  int64_t panels = 0;
-  for (int i = 0; i < count; i++) panels += panels_of(layers[i]);
   for (int64_t begin = 0; begin < features; begin += longest) {
     if (begin) together(team); /* the next piece of a panel's features may be another thread's */
     const int64_t width = begin + longest < features ? longest : features - begin;
     struct block block = {{0, 0}, packed, begin, width};
-    struct pieces pieces = share_pieces(team, blocks * panels, rows < FEW_ROWS ? 7 : 6);
+    struct pieces pieces = share_panels(team, blocks * panels, rows);
     int64_t piece, first = 0, of_block = -1;
     while ((piece = take(team, &pieces)) >= 0) {
       if (piece / panels != of_block) {
@@ -198,29 +191,24 @@ void linear_share(const struct linear *const *layers, int count, const float *x,
         block.rows = (struct rows){height, divided(height, TILE_ROWS)};
         pack_rows(x + first * x_stride + begin, x_stride, block.rows, width, packed);
       }
-      float *place = out + first * out_stride;
-      int64_t panel = piece % panels;
-      int i = 0;
-      for (; panel >= panels_of(layers[i]); i++) {
-        panel -= panels_of(layers[i]);
-        place += layers[i]->out_features;
-      }
-      compute_panel(layers[i], panel, &block, place, out_stride, accumulate);
+      compute_panel(panel_of(layers, piece % panels), &block, out + first * out_stride, out_stride,
+                    accumulate);
     }
   }
 }
 
 enum preparation preparation_of(const struct linear *layer) {
-  return layer->format == WEIGHT_INT8 ? AS_INT8 : AS_IT_IS;
+  if (!layer->is_int8) return AS_IT_IS;
+  return layer->format == WEIGHT_BLOCKS4 ? AS_8_BITS : AS_16_BITS;
 }
 
 size_t linear_scratch(const struct linear *layer, int64_t rows) {
-  return preparation_of(layer) == AS_INT8 ? int8_scratch(layer, rows) : 0;
+  return layer->is_int8 ? int8_scratch(layer, rows) : 0;
 }
 
 void linear_prepare(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows,
                     void *scratch, struct team team) {
-  if (preparation_of(layer) == AS_INT8) int8_prepare(layer, x, x_stride, rows, scratch, team);
+  if (layer->is_int8) int8_prepare(layer, x, x_stride, rows, scratch, team);
 }
 
 void linear(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows, float *out,

@@ -2,11 +2,12 @@
  *
  * A panel is PANEL output features; the last one is filled up with zeros. Weights lie as
  *   float32, float16, bfloat16   [panel][in_features][PANEL]
- *   blocks4   [panel][block]: d[PANEL], m[PANEL] float16; [pairs of BLOCK][PANEL] bytes, the first
- *             feature's code in the low half
- *   blocks8   [panel][block]: d[PANEL] float16; [BLOCK][PANEL] int8
- *   int8      [panel][group]: struct group of linear_int8.c; one scale per output feature
- * and start on a multiple of 64 bytes. Activations and results are float32; strides in elements.
+ *   blocks4   [panel][block]: d[PANEL], m[PANEL] float16; [8][PANEL / 2][4] bytes: the code of an
+ *             output feature is the low half, of the one PANEL / 2 later the high half
+ *   blocks8   [panel][block]: d[PANEL] float16; [halves of the panel][8][PANEL / 2][4] int8
+ * where [q][][i] is input feature q + 8 i of the block; they start on a multiple of 64 bytes. int8
+ * fills up the last block with zeros, float32 has whole blocks only.
+ * Activations and results are float32; strides in elements.
  */
 #pragma once
 #include "threads.h"
@@ -21,17 +22,16 @@
 enum {
   WEIGHT_FLOAT32 = 0,
   WEIGHT_FLOAT16 = 1,
-  WEIGHT_INT8 = 2,
-  WEIGHT_BFLOAT16 = 3,
-  WEIGHT_BLOCKS4 = 4,
-  WEIGHT_BLOCKS8 = 5,
+  WEIGHT_BFLOAT16 = 2,
+  WEIGHT_BLOCKS4 = 3,
+  WEIGHT_BLOCKS8 = 4,
 };
 
 struct linear { /* mirrored by a ctypes structure in packed_linear.py */
   const void *weight;
-  const float *scale; /* [panels * PANEL], int8 only */
-  const float *bias;  /* [panels * PANEL]; zeros where there is none */
+  const float *bias; /* [panels * PANEL]; zeros where there is none */
   int64_t in_features, out_features, format;
+  int64_t is_int8; /* codes of blocks are multiplied as integers; else all is float32 arithmetic */
 };
 
 /* Bytes of scratch that a call with so many rows needs, aligned to 64; 0 but for int8. */
@@ -44,8 +44,8 @@ void linear(const struct linear *layer, const float *x, int64_t x_stride, int64_
 
 /* The same inside of a caller's parallel region, for `count` layers over the same x whose results
  * follow each other: each thread calls prepare, which works on its own rows of x (first_row to
- * end_row), then, behind a barrier, share. All layers of a call need the same
- * preparation. */
+ * end_row), then, behind a barrier and with another one behind it, share. All layers of a call need the
+ * same preparation. */
 void linear_prepare(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows,
                     void *scratch, struct team team);
 void linear_share(const struct linear *const *layers, int count, const float *x, int64_t x_stride,
@@ -53,12 +53,12 @@ void linear_share(const struct linear *const *layers, int count, const float *x,
                   const void *scratch, struct team team);
 
 /* What prepare makes of x: the same for layers for which this is equal. */
-enum preparation { AS_IT_IS, AS_INT8 };
+enum preparation { AS_IT_IS, AS_8_BITS, AS_16_BITS };
 enum preparation preparation_of(const struct linear *layer);
 
 /* int8, in linear_int8.c */
 size_t int8_scratch(const struct linear *layer, int64_t rows);
 void int8_prepare(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows,
                   void *scratch, struct team team);
-void int8_share(const struct linear *layer, int64_t rows, float *out, int64_t out_stride,
-                int accumulate, const void *scratch, struct team team);
+void int8_share(const struct linear *const *layers, int count, int64_t rows, float *out,
+                int64_t out_stride, int accumulate, const void *scratch, struct team team);

@@ -1,52 +1,54 @@
-/* Linear layers over int8 weights (linear.h): 8 bits per weight, 7 per activation.
+/* Linear layers over blocks of codes (linear.h) in integer arithmetic.
  *
- * Weights have one scale per output feature. Each row of activations is quantised when it comes, GROUP
- * features at a time, by the largest value among them, so that one large value does not take the
- * others' bits. Codes are -63 to 63, kept as 1 to 127: then a byte times a byte, twice, fits the 16
- * bits in which AVX2 adds such pairs (2 * 127 * 127 < 2^15). What the offset of 64 adds lies ready
- * with the weights, as the start of every sum. A group's sum is exact; groups are added up in float32
- * in their order. So the bits of a result depend on its row and its weights alone.
+ * Activations are quantised when they come, as finely as AVX2 can add up the products of a block:
+ *   codes of 4 bits   times 8 bits: eight pairs of 2 * 15 * 127 fit 16 bits. A block of a row has a
+ *                     scale of its own, so that one large value does not take the others' bits: a
+ *                     multiple of 1 to 32767 of the row's unit, by which the 16-bit sums are
+ *                     multiplied while they are added up to 32 bits.
+ *   codes of 8 bits   times 16 bits, which costs no more than times 8, in the row's unit.
+ * A block's sum is exact. Step and offset follow in float32, one block after the other, and at the
+ * end the row's unit. So the bits of a result depend on its row and its weights alone.
  *
- * Scratch, with rows cut into tiles: scales [tile][group][rows of the tile], then
- * codes [tile][group][QUADS][rows of the tile][4].
+ * Scratch, with rows cut into tiles: units [rows], then [tile][block] of
+ *   4 bits   scales [rows][2] int16, both the same; sums of the activations [rows] float32, for the
+ *            offsets; [rows][8][4] int8
+ *   8 bits   [rows][2][8][2] int16
+ * Of the BLOCK features q, q + 8, q + 16 and q + 24 lie together; as 16 bits the first and the
+ * third, and, 32 bytes later, the others.
  */
 #include "linear.h"
 
-#include "vectors.h"
+#include <math.h>
 
-#define TILE_ROWS 5
-#define GROUP 64 /* input features that share a scale of activations */
-#define QUADS (GROUP / 4)
-#define AT_ONCE 8 /* groups of a panel that stay in the first-level cache for all rows */
+#include "panels.h"
+#include "vectors.h"
+#include "weights.h"
+
+#define TILE_ROWS 6
+#define QUADS (BLOCK / 4)
+#define AT_ONCE 12            /* blocks of a panel at most that stay in the first-level cache */
 #define ROW_BYTES (256 << 10) /* of rows that are gone through at once: they stay in a cache */
 #define MOST_TILES 64
-#define OFFSET 64
-#define LARGEST 63.0f
-#define SMALLEST 1e-36f /* LARGEST / SMALLEST is finite */
-#define ALIGNED(bytes) (((bytes) + 63) / 64 * 64)
+#define MOST 32767.0f
+#define SMALLEST 1e-30f /* rows below are zeros; a unit above, and 1 over it, are normal numbers */
 
-struct group { /* of a panel */
-  int32_t start[PANEL]; /* -OFFSET times the sum of its weights */
-  int8_t weight[QUADS][PANEL][4];
-};
-
-static int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-static int64_t groups_of(const struct linear *layer) { return divided(layer->in_features, GROUP); }
+typedef int16_t short_vec __attribute__((vector_size(32)));
+typedef uint16_t hvec __attribute__((vector_size(32)));
 
 /* ---- activations ------------------------------------------------------------------------ */
 
 struct tiles { /* all rows of a call, and where their scratch lies */
-  int64_t rows, count, groups;
-  float *scales;
-  uint8_t *codes;
+  int64_t rows, count, blocks;
+  int64_t size; /* bytes of one row's block */
+  float *units; /* [rows] */
+  char *codes;
 };
 
 static struct tiles tiles_in(const struct linear *layer, int64_t rows, const void *scratch) {
-  const int64_t groups = groups_of(layer);
-  float *scales = (float *)scratch;
-  uint8_t *codes = (uint8_t *)scratch + ALIGNED(sizeof(float) * (size_t)(rows * groups));
-  return (struct tiles){rows, divided(rows, TILE_ROWS), groups, scales, codes};
+  const int64_t size = layer->format == WEIGHT_BLOCKS4 ? BLOCK + 8 : 2 * BLOCK;
+  float *units = (float *)scratch;
+  return (struct tiles){rows, divided(rows, TILE_ROWS), divided(layer->in_features, BLOCK), size,
+                        units, (char *)(units + rows)};
 }
 
 static int64_t tile_start(const struct tiles *tiles, int64_t tile) {
@@ -54,153 +56,275 @@ static int64_t tile_start(const struct tiles *tiles, int64_t tile) {
 }
 
 size_t int8_scratch(const struct linear *layer, int64_t rows) {
-  const int64_t groups = groups_of(layer);
-  return ALIGNED(sizeof(float) * (size_t)(rows * groups)) + (size_t)(rows * groups * GROUP);
+  const struct tiles tiles = tiles_in(layer, rows, NULL);
+  return (size_t)rows * (sizeof(float) + (size_t)(tiles.blocks * tiles.size));
 }
 
-/* Quantise `features` <= GROUP values to codes `stride` quads apart; returns their scale. Values of
- * which one is not finite get the scale NaN, so that whoever looks for such rows finds it; those too
- * small to be divided by become zeros. */
-static float quantise(const float *x, int features, uint8_t *to, int64_t stride) {
-  const float shift = 12582912.0f + OFFSET; /* 1.5 * 2^23: adding it rounds to an integer */
-  float values[GROUP] = {0};
-  memcpy(values, x, sizeof(float) * (size_t)features);
-  vec top = splat(0.0f), odds = splat(0.0f);
-  for (int k = 0; k < GROUP; k += LANES) {
-    const vec value = load(values + k), size = (vec)((ivec)value & 0x7fffffff);
+/* The largest size among them; NaN if one is not finite. */
+static float largest_of(const float *x, int64_t features) {
+  vec top = splat(0.0f), odds = splat(0.0f); /* odds: 0 or NaN */
+  int64_t k = 0;
+  for (; k + LANES <= features; k += LANES) {
+    const vec value = load(x + k), size = (vec)((ivec)value & 0x7fffffff);
     top = pick(size > top, size, top);
     odds += value * splat(0.0f);
   }
-  const float largest = max_lanes(top), odd = sum_lanes(odds); /* odd: 0, or NaN */
-  const int is_usable = odd == 0 && largest > SMALLEST;
-  const vec inverse = splat(is_usable ? LARGEST / largest : 0.0f);
-  uint8_t codes[GROUP];
-  for (int k = 0; k < GROUP; k += LANES) {
-    const vec value = is_usable ? load(values + k) : splat(0.0f);
-    const ivec code = (ivec)(value * inverse + splat(shift)); /* the low bits of the mantissa */
-    for (int i = 0; i < LANES; i++) codes[k + i] = (uint8_t)code[i];
+  float largest = max_lanes(top), odd = sum_lanes(odds);
+  for (; k < features; k++) {
+    largest = x[k] > largest ? x[k] : -x[k] > largest ? -x[k] : largest;
+    odd += x[k] * 0.0f;
   }
-  for (int q = 0; q < QUADS; q++) memcpy(to + q * stride * 4, codes + q * 4, 4);
-  return is_usable ? largest / LARGEST : odd;
+  return largest + odd;
+}
+
+/* The least multiple of `unit` of which 127 reach `largest` */
+static int32_t scale_of(float largest, float unit) {
+  const float ratio = largest / (unit * 127.0f);
+  const int32_t below = (int32_t)ratio, scale = below + ((float)below < ratio);
+  return scale < (int32_t)MOST ? scale : (int32_t)MOST;
+}
+
+/* codes[4][LANES] = x * inverse, to nearest */
+INLINE void quantise(const float *x, int features, float inverse, ivec *codes) {
+  const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+  float values[BLOCK] = {0};
+  memcpy(values, x, sizeof(float) * (size_t)features);
+  EACH(i, 4) {
+    const vec shifted = load(values + i * LANES) * splat(inverse) + splat(shift);
+    codes[i] = (ivec)shifted - (ivec)splat(shift);
+  }
 }
 
 void int8_prepare(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows,
                   void *scratch, struct team team) {
   const struct tiles tiles = tiles_in(layer, rows, scratch);
   const int64_t from = first_row(team, rows), to = end_row(team, rows);
+  const int is_half = layer->format == WEIGHT_BLOCKS4;
   for (int64_t row = from; row < to; row++) {
     const int64_t tile = ((row + 1) * tiles.count - 1) / rows, first = tile_start(&tiles, tile);
-    const int64_t height = tile_start(&tiles, tile + 1) - first;
-    for (int64_t group = 0; group < tiles.groups; group++) {
-      const int64_t left = layer->in_features - group * GROUP;
-      const int64_t place = first * tiles.groups + group * height; /* in rows of one group */
-      tiles.scales[place + row - first] =
-          quantise(x + row * x_stride + group * GROUP, left < GROUP ? (int)left : GROUP,
-                   tiles.codes + place * GROUP + (row - first) * 4, height);
+    const int64_t height = tile_start(&tiles, tile + 1) - first, r = row - first;
+    const float *values = x + row * x_stride, largest = largest_of(values, layer->in_features);
+    const int is_usable = largest > SMALLEST && largest < INFINITY;
+    const float unit = largest / (is_half ? 127.0f * MOST : MOST);
+    tiles.units[row] = is_usable ? unit : largest * 0.0f; /* NaN, so that such rows are found */
+    for (int64_t b = 0; b < tiles.blocks; b++) {
+      const int64_t left = layer->in_features - b * BLOCK;
+      const int features = left < BLOCK ? (int)left : BLOCK;
+      const float *part = values + b * BLOCK;
+      char *block = tiles.codes + (first * tiles.blocks + b * height) * tiles.size;
+      ivec codes[4], pairs[2];
+      if (is_half) {
+        const int32_t scale = is_usable ? scale_of(largest_of(part, features), unit) : 0;
+        quantise(part, features, scale ? 1.0f / (unit * (float)scale) : 0.0f, codes);
+        const ivec total = codes[0] + codes[1] + codes[2] + codes[3];
+        const float sum = (float)scale * sum_lanes(__builtin_convertvector(total, vec));
+        const int32_t twice = scale | scale << 16;
+        pairs[0] = (codes[0] & 255) | (codes[1] & 255) << 8 | (codes[2] & 255) << 16 |
+                   codes[3] << 24;
+        memcpy(block + r * 4, &twice, 4);
+        memcpy(block + (height + r) * 4, &sum, 4);
+        memcpy(block + height * 8 + r * 32, pairs, 32);
+      } else {
+        quantise(part, features, is_usable ? MOST / largest : 0.0f, codes);
+        EACH(c, 2) pairs[c] = (codes[c] & 0xffff) | codes[c + 2] << 16;
+        memcpy(block + r * 64, pairs, 64);
+      }
     }
   }
 }
 
 /* ---- products --------------------------------------------------------------------------- */
 
-/* sums[rows][PANEL] += scale * codes * weights, one group after the other; `rows` is a constant where
- * it is called. Fetches a quarter of as much from `ahead` on. */
-INLINE void multiply(int rows, int groups, const uint8_t *codes, const struct group *group,
-                     const float *scales, float *sums, const char *ahead) {
 #ifdef __AVX2__
-  const __m256i ones = _mm256_set1_epi16(1);
-  vec total[TILE_ROWS][2];
-  EACH(r, rows) EACH(c, 2) total[r][c] = load(sums + r * PANEL + c * LANES);
-  for (int g = 0; g < groups; g++, group++, codes += rows * GROUP, scales += rows) {
-    const __m256i *start = (const __m256i *)group->start, *w = (const __m256i *)group->weight;
-    __m256i s[TILE_ROWS][2];
-    EACH(r, rows) EACH(c, 2) s[r][c] = start[c];
-    for (int q = 0; q < QUADS; q += 4, ahead += 64) {
-      __builtin_prefetch(ahead, 0, 2);
-      EACH(j, 4) EACH(r, rows) {
-        int32_t quad;
-        memcpy(&quad, codes + ((q + j) * rows + r) * 4, sizeof quad);
-        const __m256i value = _mm256_set1_epi32(quad);
+/* sums of two products of bytes, those of `a` unsigned and of 4 bits */
+INLINE hvec bytes_times(hvec a, ivec b) {
+  return (hvec)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
+}
+/* sums of two products of 16 bits, signed */
+INLINE ivec pairs_times(hvec a, ivec b) {
+  return (ivec)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+}
+#else
+INLINE hvec bytes_times(hvec a, ivec b) {
+  uint8_t weights[32];
+  int8_t codes[32];
+  hvec sums;
+  memcpy(weights, &a, 32);
+  memcpy(codes, &b, 32);
+  for (int i = 0; i < 16; i++)
+    sums[i] = (uint16_t)(weights[2 * i] * codes[2 * i] + weights[2 * i + 1] * codes[2 * i + 1]);
+  return sums;
+}
+INLINE ivec pairs_times(hvec a, ivec b) {
+  int16_t weights[16], codes[16];
+  ivec sums;
+  memcpy(weights, &a, 32);
+  memcpy(codes, &b, 32);
+  for (int i = 0; i < 8; i++)
+    sums[i] = weights[2 * i] * codes[2 * i] + weights[2 * i + 1] * codes[2 * i + 1];
+  return sums;
+}
+#endif
+
+INLINE void fetch_block(int64_t format, const char *block) {
+  EACH(i, (int)panel_bytes(format, BLOCK) / 64 + 1) __builtin_prefetch(block + i * 64, 0, 2);
+}
+
+INLINE ivec everywhere(const char *four_bytes) {
+  int32_t value;
+  memcpy(&value, four_bytes, sizeof value);
+  return (ivec){value, value, value, value, value, value, value, value};
+}
+
+/* step `s` of a block's codes: what is multiplied with four bytes of activations each */
+INLINE void load_codes(int is_half, const char *codes, int s, hvec w[2]) {
+  EACH(c, 2) {
+    hvec four;
+    memcpy(&four, codes + (is_half ? s : c * QUADS + s % QUADS) * 32, sizeof four);
+    if (is_half) w[c] = (c ? four >> 4 : four) & 0x0f0f;
+    else w[c] = (hvec)((short_vec)(s < QUADS ? four << 8 : four) >> 8); /* with its sign */
+  }
+}
+
+struct ready { /* a block of weights as it is multiplied */
+  vec d[2], m[2];
+  hvec codes[2 * QUADS][2];
+};
+
+/* Worth it if several tiles follow. Fetches as much from `ahead` on. */
+INLINE void make_ready(int64_t format, int blocks, const char *stored, struct ready *to,
+                       const char *ahead) {
+  const int is_half = format == WEIGHT_BLOCKS4, steps = is_half ? QUADS : 2 * QUADS;
+  for (int b = 0; b < blocks; b++, to++) {
+    fetch_block(format, ahead);
+    const char *codes = load_steps(format, stored, (float *)to->d, (float *)to->m);
+    EACH(s, steps) load_codes(is_half, codes, s, to->codes[s]);
+    stored += panel_bytes(format, BLOCK);
+    ahead += panel_bytes(format, BLOCK);
+  }
+}
+
+/* to[rows][PANEL] += blocks of activations times blocks of weights, one block after the other. They
+ * lie as they are stored, and as much is fetched from `ahead` on, or `is_ready`. The last four are
+ * constants where it is called. */
+INLINE void multiply(int blocks, const char *x, const void *weights, float *to, const char *ahead,
+                     int64_t format, int is_ready, int rows) {
+  const int is_half = format == WEIGHT_BLOCKS4, steps = is_half ? QUADS : 2 * QUADS;
+  const char *stored = weights;
+  const struct ready *ready = weights;
+  vec total[TILE_ROWS][2], d[2], m[2];
+  EACH(r, rows) EACH(c, 2) total[r][c] = load(to + r * PANEL + c * LANES);
+  for (int b = 0; b < blocks; b++) {
+    const char *scales = x, *offsets = x + 4 * rows, *codes = NULL;
+    if (is_half) x += 8 * rows;
+    if (!is_ready) {
+      fetch_block(format, ahead);
+      codes = load_steps(format, stored, (float *)d, (float *)m);
+    }
+    ivec sums[TILE_ROWS][2];
+    EACH(r, rows) EACH(c, 2) sums[r][c] = (ivec){0};
+    EACH(s, steps) {
+      hvec w[2];
+      if (is_ready) EACH(c, 2) w[c] = ready->codes[s][c];
+      else load_codes(is_half, codes, s, w);
+      IN_REGISTER(w[0]); /* else they are read again for every row */
+      IN_REGISTER(w[1]);
+      EACH(r, rows) {
+        const ivec value = everywhere(x + (r * steps + s) * 4);
         EACH(c, 2) {
-          const __m256i pairs = _mm256_maddubs_epi16(value, w[2 * (q + j) + c]);
-          s[r][c] = _mm256_add_epi32(s[r][c], _mm256_madd_epi16(ones, pairs));
-          IN_REGISTER(s[r][c]); /* else the sums are reordered, and do not fit the registers */
+          if (is_half) sums[r][c] = (ivec)((hvec)sums[r][c] + bytes_times(w[c], value));
+          else sums[r][c] += pairs_times(w[c], value);
+          IN_REGISTER(sums[r][c]); /* else the sums are reordered, and do not fit the registers */
         }
       }
     }
-    EACH(r, rows) EACH(c, 2)
-      total[r][c] = fma8(_mm256_cvtepi32_ps(s[r][c]), splat(scales[r]), total[r][c]);
-  }
-  EACH(r, rows) EACH(c, 2) store(sums + r * PANEL + c * LANES, total[r][c]);
-#else
-  (void)ahead;
-  for (int g = 0; g < groups; g++, group++, codes += rows * GROUP, scales += rows)
-    for (int r = 0; r < rows; r++)
-      for (int c = 0; c < PANEL; c++) {
-        int32_t sum = group->start[c];
-        for (int q = 0; q < QUADS; q++)
-          for (int i = 0; i < 4; i++)
-            sum += (int32_t)codes[(q * rows + r) * 4 + i] * group->weight[q][c][i];
-        sums[r * PANEL + c] += (float)sum * scales[r];
+    EACH(r, rows) EACH(c, 2) {
+      if (is_half) {
+        const vec offset = (vec)everywhere(offsets + r * 4);
+        total[r][c] = fma8(offset, is_ready ? ready->m[c] : m[c], total[r][c]);
+        sums[r][c] = pairs_times((hvec)sums[r][c], everywhere(scales + r * 4));
       }
-#endif
-}
-
-static void multiply_rows(int rows, int groups, const uint8_t *codes, const struct group *group,
-                          const float *scales, float *sums, const char *ahead) {
-  switch (rows) {
-    case 1: multiply(1, groups, codes, group, scales, sums, ahead); break;
-    case 2: multiply(2, groups, codes, group, scales, sums, ahead); break;
-    case 3: multiply(3, groups, codes, group, scales, sums, ahead); break;
-    case 4: multiply(4, groups, codes, group, scales, sums, ahead); break;
-    default: multiply(5, groups, codes, group, scales, sums, ahead);
+      const vec sum = __builtin_convertvector(sums[r][c], vec);
+      total[r][c] = fma8(sum, is_ready ? ready->d[c] : d[c], total[r][c]);
+    }
+    x += rows * steps * 4;
+    ready++;
+    stored += panel_bytes(format, BLOCK);
+    ahead += panel_bytes(format, BLOCK);
   }
+  EACH(r, rows) EACH(c, 2) store(to + r * PANEL + c * LANES, total[r][c]);
 }
 
-/* one panel of tiles [begin, end): out = sums * scales + bias, plus what is there if `accumulate` */
-static void panel_of_tiles(const struct linear *layer, int64_t panel, const struct tiles *tiles,
-                           int64_t begin, int64_t end, float *out, int64_t out_stride,
-                           int accumulate) {
-  const struct group *weight = (const struct group *)layer->weight + panel * tiles->groups;
-  float sums[MOST_TILES * TILE_ROWS * PANEL] __attribute__((aligned(64)));
+#define MULTIPLY(name, ...)                                                                \
+  static void name(int rows, int blocks, const char *x, const void *weights, float *to,    \
+                   const char *ahead) {                                                    \
+    switch (rows) {                                                                        \
+      case 1: multiply(blocks, x, weights, to, ahead, __VA_ARGS__, 1); break;              \
+      case 2: multiply(blocks, x, weights, to, ahead, __VA_ARGS__, 2); break;              \
+      case 3: multiply(blocks, x, weights, to, ahead, __VA_ARGS__, 3); break;              \
+      case 4: multiply(blocks, x, weights, to, ahead, __VA_ARGS__, 4); break;              \
+      case 5: multiply(blocks, x, weights, to, ahead, __VA_ARGS__, 5); break;              \
+      default: multiply(blocks, x, weights, to, ahead, __VA_ARGS__, 6);                    \
+    }                                                                                      \
+  }
+MULTIPLY(multiply_stored4, WEIGHT_BLOCKS4, 0)
+MULTIPLY(multiply_ready4, WEIGHT_BLOCKS4, 1)
+MULTIPLY(multiply_stored8, WEIGHT_BLOCKS8, 0)
+MULTIPLY(multiply_ready8, WEIGHT_BLOCKS8, 1)
+
+/* one panel of tiles [begin, end): out = products + bias, plus what is there if `accumulate` */
+static void compute_panel(struct panel panel, const struct tiles *tiles, int64_t begin, int64_t end,
+                          float *out, int64_t out_stride, int accumulate) {
+  const struct linear *layer = panel.layer;
+  const int is_half = layer->format == WEIGHT_BLOCKS4, is_ready = end - begin > 1;
+  const int64_t size = panel_bytes(layer->format, BLOCK);
+  const char *stored = (const char *)layer->weight + panel.index * tiles->blocks * size;
   const int64_t top = tile_start(tiles, begin), rows = tile_start(tiles, end) - top;
+  const int64_t parts = divided(tiles->blocks, AT_ONCE);
+  struct ready ready[AT_ONCE];
+  float sums[MOST_TILES * TILE_ROWS * PANEL] __attribute__((aligned(64)));
   memset(sums, 0, sizeof(float) * (size_t)(rows * PANEL));
-  for (int64_t g = 0; g < tiles->groups; g += AT_ONCE) {
-    const int groups = (int)(tiles->groups - g < AT_ONCE ? tiles->groups - g : AT_ONCE);
+  for (int64_t part = 0; part < parts; part++) {
+    const int64_t b = tiles->blocks * part / parts;
+    const int blocks = (int)(tiles->blocks * (part + 1) / parts - b);
+    const char *ahead = stored + blocks * size;
+    if (is_ready && is_half) make_ready(WEIGHT_BLOCKS4, blocks, stored, ready, ahead);
+    if (is_ready && !is_half) make_ready(WEIGHT_BLOCKS8, blocks, stored, ready, ahead);
     for (int64_t tile = begin; tile < end; tile++) {
       const int64_t first = tile_start(tiles, tile), height = tile_start(tiles, tile + 1) - first;
-      const int64_t place = first * tiles->groups + g * height, past = tile - begin;
-      /* the first tiles fetch the next groups, a quarter each; the others what is there already */
-      const char *ahead = (const char *)(weight + g);
-      if (past < 4) ahead += groups * (int64_t)(sizeof(struct group) + sizeof(struct group) / 4 * past);
-      multiply_rows((int)height, groups, tiles->codes + place * GROUP, weight + g,
-                      tiles->scales + place, sums + (first - top) * PANEL, ahead);
+      const char *x = tiles->codes + (first * tiles->blocks + b * height) * tiles->size;
+      float *to = sums + (first - top) * PANEL;
+      if (is_ready)
+        (is_half ? multiply_ready4 : multiply_ready8)((int)height, blocks, x, ready, to, ahead);
+      else
+        (is_half ? multiply_stored4 : multiply_stored8)((int)height, blocks, x, stored, to, ahead);
     }
+    stored += blocks * size;
   }
-  const float *scale = layer->scale + panel * PANEL, *bias = layer->bias + panel * PANEL;
-  const int64_t left = layer->out_features - panel * PANEL;
-  const int width = left < PANEL ? (int)left : PANEL;
+  const float *bias = layer->bias + panel.index * PANEL;
+  const size_t width = sizeof(float) * (size_t)panel.columns;
   for (int64_t r = 0; r < rows; r++) {
-    float *to = out + (top + r) * out_stride + panel * PANEL, results[PANEL] = {0};
-    if (accumulate) memcpy(results, to, sizeof(float) * (size_t)width);
+    float *to = out + (top + r) * out_stride + panel.first_column, results[PANEL] = {0};
+    if (accumulate) memcpy(results, to, width);
     for (int c = 0; c < PANEL; c += LANES) {
       const vec before = load(results + c) + load(bias + c);
-      store(results + c, fma8(load(sums + r * PANEL + c), load(scale + c), before));
+      store(results + c, fma8(load(sums + r * PANEL + c), splat(tiles->units[top + r]), before));
     }
-    memcpy(to, results, sizeof(float) * (size_t)width);
+    memcpy(to, results, width);
   }
 }
 
-void int8_share(const struct linear *layer, int64_t rows, float *out, int64_t out_stride,
-                int accumulate, const void *scratch, struct team team) {
-  const struct tiles tiles = tiles_in(layer, rows, scratch);
-  const int64_t panels = divided(layer->out_features, PANEL);
-  const int64_t from = first_row(team, panels), to = end_row(team, panels);
-  const int64_t fitting = ROW_BYTES / (TILE_ROWS * GROUP * tiles.groups) + 1;
+void int8_share(const struct linear *const *layers, int count, int64_t rows, float *out,
+                int64_t out_stride, int accumulate, const void *scratch, struct team team) {
+  const struct tiles tiles = tiles_in(*layers, rows, scratch);
+  const int64_t fitting = ROW_BYTES / (TILE_ROWS * tiles.size * tiles.blocks) + 1;
   const int64_t at_once = fitting < MOST_TILES ? fitting : MOST_TILES;
-  for (int64_t begin = 0; begin < tiles.count; begin += at_once) {
-    const int64_t end = begin + at_once < tiles.count ? begin + at_once : tiles.count;
-    for (int64_t panel = from; panel < to; panel++)
-      panel_of_tiles(layer, panel, &tiles, begin, end, out, out_stride, accumulate);
+  const int64_t blocks = divided(tiles.count, at_once), panels = count_panels(layers, count);
+  struct pieces pieces = share_panels(team, blocks * panels, rows);
+  int64_t piece;
+  while ((piece = take(team, &pieces)) >= 0) {
+    const int64_t block = piece / panels;
+    compute_panel(panel_of(layers, piece % panels), &tiles, tiles.count * block / blocks,
+                  tiles.count * (block + 1) / blocks, out, out_stride, accumulate);
   }
 }

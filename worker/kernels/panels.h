@@ -1,0 +1,37 @@
+/* The panels of one or more layers over the same rows, counted through: what threads share out. */
+#pragma once
+#include "linear.h"
+
+static inline int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+static inline int64_t panels_of(const struct linear *layer) {
+  return divided(layer->out_features, PANEL);
+}
+
+static inline int64_t count_panels(const struct linear *const *layers, int count) {
+  int64_t panels = 0;
+  for (int i = 0; i < count; i++) panels += panels_of(layers[i]);
+  return panels;
+}
+
+struct panel {
+  const struct linear *layer;
+  int64_t index, first_column; /* the layer's panel; of the layers' results in a row */
+  int columns;                 /* PANEL, or fewer in a layer's last one */
+};
+
+static inline struct panel panel_of(const struct linear *const *layers, int64_t number) {
+  int64_t column = 0;
+  for (; number >= panels_of(*layers); layers++) {
+    number -= panels_of(*layers);
+    column += (*layers)->out_features;
+  }
+  const int64_t left = (*layers)->out_features - number * PANEL;
+  return (struct panel){*layers, number, column + number * PANEL, left < PANEL ? (int)left : PANEL};
+}
+
+#define FEW_ROWS 8 /* below, memory is what is waited for, and read best in one run */
+
+static inline struct pieces share_panels(struct team team, int64_t count, int64_t rows) {
+  return share_pieces(team, count, rows < FEW_ROWS ? 7 : 6);
+}
