@@ -79,8 +79,11 @@ def test_whole_numbers_come_out_exactly(plain: ctypes.CDLL, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "weight_format", "storage"),
-    [*((kind, "float32", kind) for kind in LIMITS)]
-    + [("blocks4", "int8", "blocks4"), ("float32", "int8", "blocks8")],
+    [
+        *((kind, "float32", kind) for kind in LIMITS),
+        ("blocks4", "int8", "blocks4"),
+        ("float32", "int8", "blocks8"),
+    ],
 )
 def test_linear_layers_agree(
     plain: ctypes.CDLL, kind: str, weight_format: str, storage: str

@@ -27,8 +27,7 @@
 INLINE void multiply(int rows, const float *x, const vec *weight, int features, float *to,
                      const char *ahead) {
   vec sums[TILE_ROWS][2];
-  for (int r = 0; r < rows; r++)
-    for (int c = 0; c < 2; c++) sums[r][c] = load(to + r * PANEL + c * LANES);
+  EACH(r, rows) EACH(c, 2) sums[r][c] = load(to + r * PANEL + c * LANES);
   int k = 0;
   for (; k + 4 <= features; k += 4) {
     __builtin_prefetch(ahead + k * 16, 0, 2);
@@ -37,25 +36,25 @@ INLINE void multiply(int rows, const float *x, const vec *weight, int features, 
       vec w[2] = {weight[2 * j], weight[2 * j + 1]};
       IN_REGISTER(w[0]); /* else they are read from memory again for every row */
       IN_REGISTER(w[1]);
-      for (int r = 0; r < rows; r++) {
+      EACH(r, rows) {
         const vec value = splat(x[j * rows + r]);
         sums[r][0] = fma8(value, w[0], sums[r][0]);
         sums[r][1] = fma8(value, w[1], sums[r][1]);
       }
     }
   }
-  for (; k < features; k++)
-    for (int r = 0; r < rows; r++) {
+  for (; k < features; k++) {
+    EACH(r, rows) {
       const vec value = splat(x[k * rows + r]);
       sums[r][0] = fma8(value, weight[2 * k], sums[r][0]);
       sums[r][1] = fma8(value, weight[2 * k + 1], sums[r][1]);
     }
-  for (int r = 0; r < rows; r++)
-    for (int c = 0; c < 2; c++) store(to + r * PANEL + c * LANES, sums[r][c]);
+  }
+  EACH(r, rows) EACH(c, 2) store(to + r * PANEL + c * LANES, sums[r][c]);
 }
 
-static void multiply_tile(int rows, const float *x, const float *weight, int features, float *to,
-                          const char *ahead) {
+APART void multiply_tile(int rows, const float *x, const float *weight, int features, float *to,
+                         const char *ahead) {
   const vec *w = (const vec *)weight;
   switch (rows) {
     case 1: multiply(1, x, w, features, to, ahead); break;

@@ -12,6 +12,8 @@
 
 #define LANES 8
 #define INLINE static inline __attribute__((always_inline))
+/* A hot loop apart from all that is around it, so that registers are kept for it alone. */
+#define APART static __attribute__((noinline))
 
 /* An end to the compiler's liberties with a vector: it is now, and it is in a register. */
 #ifdef __AVX__
