@@ -221,6 +221,21 @@ def test_greedy_takes_the_lowest_id_of_equals() -> None:
     assert choose(logits[:1], *[array[:1] for array in arrays]).tolist() == [4]
 
 
+@pytest.mark.parametrize("vocab_size", [511, 512, 513, 1000, 49152, 50257])
+def test_greedy_is_the_first_of_the_largest(vocab_size: int) -> None:
+    """The largest is looked for in parts; few different values, so that parts and the last one,
+    which may be shorter, have equals."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randint(-9, 9, (40, vocab_size), generator=generator).float()
+    logits[30:] = -100.0  # only a few stand out
+    for row in range(30, 40):
+        logits[row, torch.randint(vocab_size, (2,), generator=generator)] = 1.0
+    logits[39, -1] = 2.0
+    ones = np.ones(40, np.float32)
+    chosen = choose(logits, 0 * ones, 0 * ones.astype(np.int32), ones, 0 * ones, 0 * ones)
+    assert chosen.tolist() == [int(row.numpy().argmax()) for row in logits]
+
+
 def test_tiny_temperature_is_greedy() -> None:
     """logits / temperature must not overflow into NaN."""
     logits = torch.tensor([50.0, 90.0, 89.0])
