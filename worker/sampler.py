@@ -71,10 +71,10 @@ def sample(logits: Tensor, samples: SampleRows) -> Tensor:
     waits for the device.
     """
     if len(samples.greedy) == len(logits):
-        return _argmax(logits)
+        return argmax(logits)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(samples.greedy):
-        tokens[samples.greedy] = _argmax(logits[samples.greedy])
+        tokens[samples.greedy] = argmax(logits[samples.greedy])
     if len(samples.plain):
         probs = _scaled(logits, samples.plain, samples.temperature).softmax(dim=-1)
         tokens[samples.plain] = _draw_from_all(probs, _column(samples.u, samples.plain))
@@ -86,9 +86,12 @@ def sample(logits: Tensor, samples: SampleRows) -> Tensor:
     return tokens
 
 
-def _argmax(logits: Tensor) -> Tensor:
-    """[S, V] -> [S], the lowest id among equals. On a CPU torch finds the largest number ten times as
-    fast as its place, so the place is looked for in a small part."""
+def argmax(logits: Tensor) -> Tensor:
+    """[S, V] -> [S], the lowest id among equals.
+
+    On a CPU torch finds the largest number ten times as fast as its place, so the place is looked
+    for in a small part.
+    """
     vocab_size = logits.shape[1]
     if logits.device.type != "cpu" or vocab_size < 2 * ARGMAX_PART:
         return logits.argmax(dim=-1)
@@ -96,7 +99,8 @@ def _argmax(logits: Tensor) -> Tensor:
     tops = [logits[:, :end].unflatten(1, (-1, ARGMAX_PART)).amax(dim=2)]
     if end < vocab_size:
         tops.append(logits[:, end:].amax(dim=1, keepdim=True))
-    # the last part begins earlier if need be: before `end` nothing is as large, or it would be first
+    # the last part begins earlier if need be: what it then holds of others is smaller, or they
+    # would have been first
     begin = (torch.cat(tops, dim=1).argmax(dim=1) * ARGMAX_PART).clamp_(
         max=vocab_size - ARGMAX_PART
     )

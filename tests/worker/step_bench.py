@@ -26,6 +26,7 @@ from worker.fusing import unfuse_model
 from worker.load import LoadedModel, load_model
 from worker.packed_linear import PackedLinear
 from worker.runner import Runner
+from worker.sampler import argmax
 
 MODEL = "smollm2-135m-instruct"
 _PAGE_SIZE = 16
@@ -62,8 +63,8 @@ def load(weight_format: str = "") -> LoadedModel:
     return load_model(settings, lambda _what, _share: None)
 
 
-def argmax(logits: torch.Tensor, *_: object) -> torch.Tensor:
-    return logits.argmax(dim=-1)
+def greedy(logits: torch.Tensor, *_: object) -> torch.Tensor:
+    return argmax(logits)
 
 
 def step_of(
@@ -76,7 +77,7 @@ def step_of(
         max_batch_tokens=num_rows * query_length,
         max_requests_per_batch=num_rows,
     )
-    runner = Runner(loaded, configure, num_chunks, argmax)
+    runner = Runner(loaded, configure, num_chunks, greedy)
     runner.pool.memory.uniform_(-1, 1)
     planner = Planner(loaded.geometry, num_chunks)
     prompts = torch.randint(loaded.vocab_size, (num_rows, num_tokens)).tolist()

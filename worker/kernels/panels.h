@@ -30,7 +30,7 @@ static inline struct panel panel_of(const struct linear *const *layers, int64_t 
   return (struct panel){*layers, number, column + number * PANEL, left < PANEL ? (int)left : PANEL};
 }
 
-/* With few rows memory is what is waited for, and read best in one run; with many a piece takes long. */
+/* With few rows memory is what is waited for, and read best in one run. */
 static inline struct pieces share_panels(struct team team, int64_t count, int64_t rows) {
-  return share_pieces(team, count, rows < 8 ? 7 : rows < 32 ? 5 : 2);
+  return share_pieces(team, count, rows < 8 ? 7 : 6);
 }

@@ -9,7 +9,7 @@
 
 #include <string.h>
 
-#define ROWS_AT_ONCE 128 /* go through the layers' linear parts: what lies in between stays in a cache */
+#define ROWS_AT_ONCE 112 /* go through the layers' linear parts: what lies in between stays in a cache */
 
 /* at most ROWS_AT_ONCE */
 static int64_t rows_from(int64_t first, int64_t rows) {
