@@ -1,7 +1,7 @@
 /* Linear layers over weights packed once, in float32 arithmetic, whatever the weights are stored as.
  *
- * Each thread computes its own run of panels (PANEL output features) for all rows. The rows are
- * copied once into the order in which they are read, as many of them as a second-level cache holds.
+ * Threads share out panels (PANEL output features; panels.h). Each copies the rows into the order in
+ * which they are read, as many of them as a second-level cache holds, and goes through its panels.
  * Of a panel a slice of its input features at a time is widened to float32, if it is stored as less,
  * and stays in the first-level cache for all rows: tiles of up to TILE_ROWS rows are multiplied with
  * it, their sums in registers, while the next slice is fetched.
