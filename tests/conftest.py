@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 
 import pytest
 
 _FIGURES = pytest.StashKey[list[str]]()
+
+# A shell that starts this in the background has SIGINT ignored, and children would inherit that:
+# tests that press Ctrl-C would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
