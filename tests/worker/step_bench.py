@@ -176,20 +176,18 @@ def prefill(loaded: LoadedModel, num_tokens: int = 512, turns: int = 5) -> str:
 def _flop_of_prefill(loaded: LoadedModel, num_tokens: int) -> float:
     """Of what must be computed: every linear layer for every token, but those behind the last
     layer's keys and values for the last token alone, and attention over what a token may see."""
-    layers = loaded.model.base_model.layers
+    layers, geometry = loaded.model.base_model.layers, loaded.geometry
     flop = 0.0
-    for index, layer in enumerate(layers):
+    for layer in layers:
         for name, linear in layer.named_modules():
             if isinstance(linear, PackedLinear):
-                is_last = index == len(layers) - 1 and not name.endswith(
-                    ("k_proj", "v_proj", "q_proj")
+                is_for_all = layer is not layers[-1] or name.endswith(
+                    ("q_proj", "k_proj", "v_proj")
                 )
-                flop += (
-                    2 * linear.in_features * linear.out_features * (1 if is_last else num_tokens)
-                )
+                weights = linear.in_features * linear.out_features
+                flop += 2 * weights * (num_tokens if is_for_all else 1)
     pairs = num_tokens * (num_tokens + 1) / 2
-    config = loaded.geometry
-    return flop + 4 * config.head_dim * config.num_heads * pairs * len(layers)
+    return flop + 4 * geometry.head_dim * geometry.num_heads * pairs * len(layers)
 
 
 def main() -> None:

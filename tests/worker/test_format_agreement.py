@@ -9,7 +9,8 @@ import pytest
 
 from tests.worker.format_agreement import agreements
 
-# Of the first prompts of mixed.jsonl and what follows them; a little worse than measured.
+# Of the first prompts of mixed.jsonl and what follows them; a little worse than int8 was with
+# activations of 7 bits everywhere (88.6 %, 0.044); now it is at 96.6 % and 0.003.
 NUM_PROMPTS: Final = 4
 NUM_GENERATED: Final = 8
 LEAST_SHARE: Final = 0.87  # of tokens whose likeliest successor is float32's

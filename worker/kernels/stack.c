@@ -9,7 +9,7 @@
 
 #include <string.h>
 
-#define ROWS_AT_ONCE 112 /* go through the layers' linear parts: what lies in between stays in a cache */
+#define ROWS_AT_ONCE 112 /* in a layer's linear parts: what lies in between stays in a cache */
 
 /* at most ROWS_AT_ONCE */
 static int64_t rows_from(int64_t first, int64_t rows) {
@@ -105,8 +105,9 @@ static void run_layer(struct team team, const struct stacked *stacked, const str
  * names are sure to be there (all if it is NULL). `tables` are those of each cache group; all layers
  * have as many heads, as large ones. Returns 0, or -1 when memory is not to be had. */
 int run_stack(const struct stacked *layers, int64_t num_layers, const float *x, int64_t rows,
-              const int32_t *wanted, int64_t num_wanted, const struct rotary *rotaries, const struct tables *tables, float *out,
-              const struct workspace *work, int num_threads) {
+              const int32_t *wanted, int64_t num_wanted, const struct rotary *rotaries,
+              const struct tables *tables, float *out, const struct workspace *work,
+              int num_threads) {
   const struct layer *first = layers->layer;
   struct meeting meeting = {0};
   struct sharing sharing;
