@@ -77,21 +77,71 @@ static float largest_of(const float *x, int64_t features) {
   return largest + odd;
 }
 
-/* The least multiple of `unit` of which 127 reach `largest` */
-static int32_t scale_of(float largest, float unit) {
-  const float ratio = largest / (unit * 127.0f);
-  const int32_t below = (int32_t)ratio, scale = below + ((float)below < ratio);
-  return scale < (int32_t)MOST ? scale : (int32_t)MOST;
+/* block `b` of a row: as it lies, or, the last one filled up with zeros, in `copy` */
+INLINE const float *block_of(const float *x, int64_t features, int64_t b, float *copy) {
+  const int64_t left = features - b * BLOCK;
+  if (left >= BLOCK) return x + b * BLOCK;
+  memset(copy, 0, sizeof(float) * BLOCK);
+  memcpy(copy, x + b * BLOCK, sizeof(float) * (size_t)left);
+  return copy;
+}
+
+INLINE float largest_of_block(const float *x) {
+  vec sizes[4];
+  EACH(i, 4) sizes[i] = (vec)((ivec)load(x + i * LANES) & 0x7fffffff);
+  return max_lanes(larger(larger(sizes[0], sizes[1]), larger(sizes[2], sizes[3])));
 }
 
 /* codes[4][LANES] = x * inverse, to nearest */
-INLINE void quantise(const float *x, int features, float inverse, ivec *codes) {
-  const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-  float values[BLOCK] = {0};
-  memcpy(values, x, sizeof(float) * (size_t)features);
-  EACH(i, 4) {
-    const vec shifted = load(values + i * LANES) * splat(inverse) + splat(shift);
-    codes[i] = (ivec)shifted - (ivec)splat(shift);
+INLINE void quantise(const float *x, float inverse, ivec *codes) {
+  const vec shift = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+  EACH(i, 4) codes[i] = (ivec)(load(x + i * LANES) * splat(inverse) + shift) - (ivec)shift;
+}
+
+/* the least multiples of `unit` of which 127 reach the `largest` of some blocks, and 1 over each */
+INLINE void scale_blocks(vec largest, float unit, ivec *scales, vec *inverses) {
+  const vec ratio = smaller(largest / splat(unit * 127.0f), splat(MOST));
+  ivec scale = __builtin_convertvector(ratio, ivec);
+  scale -= __builtin_convertvector(scale, vec) < ratio; /* "true" is -1 */
+  *scales = scale;
+  *inverses = (vec)((ivec)(splat(1.0f) / (splat(unit) * __builtin_convertvector(scale, vec))) &
+                    (scale > 0));
+}
+
+/* Each block of codes is of `height` rows, of which this is the r-th. Zeros where `unit` is 0. */
+static void quantise_row8(const float *x, int64_t features, int64_t blocks, float unit, char *codes,
+                          int64_t height, int64_t r) {
+  float copy[BLOCK];
+  for (int64_t first = 0; first < blocks; first += LANES) {
+    const int count = blocks - first < LANES ? (int)(blocks - first) : LANES;
+    ivec scales = {0};
+    vec largest = splat(0.0f), inverses = splat(0.0f);
+    for (int i = 0; i < count; i++)
+      largest[i] = largest_of_block(block_of(x, features, first + i, copy));
+    if (unit > 0.0f) scale_blocks(largest, unit, &scales, &inverses);
+    for (int i = 0; i < count; i++, codes += height * (BLOCK + 8)) {
+      ivec four[4];
+      quantise(block_of(x, features, first + i, copy), inverses[i], four);
+      const ivec total = four[0] + four[1] + four[2] + four[3];
+      const float sum = (float)scales[i] * sum_lanes(__builtin_convertvector(total, vec));
+      const int32_t twice = scales[i] | scales[i] << 16;
+      const ivec bytes = (four[0] & 255) | (four[1] & 255) << 8 | (four[2] & 255) << 16 |
+                         four[3] << 24;
+      memcpy(codes + r * 4, &twice, 4);
+      memcpy(codes + (height + r) * 4, &sum, 4);
+      memcpy(codes + height * 8 + r * BLOCK, &bytes, BLOCK);
+    }
+  }
+}
+
+static void quantise_row16(const float *x, int64_t features, int64_t blocks, float inverse,
+                           char *codes, int64_t height, int64_t r) {
+  float copy[BLOCK];
+  for (int64_t b = 0; b < blocks; b++, codes += height * 2 * BLOCK) {
+    ivec four[4], pairs[2];
+    quantise(block_of(x, features, b, copy), inverse, four);
+    EACH(c, 2) pairs[c] = (four[c] & 0xffff) | four[c + 2] << 16;
+    memcpy(codes + r * 2 * BLOCK, pairs, 2 * BLOCK);
   }
 }
 
@@ -99,37 +149,21 @@ void int8_prepare(const struct linear *layer, const float *x, int64_t x_stride, 
                   void *scratch, struct team team) {
   const struct tiles tiles = tiles_in(layer, rows, scratch);
   const int64_t from = first_row(team, rows), to = end_row(team, rows);
+  const int64_t features = layer->in_features;
   const int is_half = layer->format == WEIGHT_BLOCKS4;
   for (int64_t row = from; row < to; row++) {
     const int64_t tile = ((row + 1) * tiles.count - 1) / rows, first = tile_start(&tiles, tile);
     const int64_t height = tile_start(&tiles, tile + 1) - first, r = row - first;
-    const float *values = x + row * x_stride, largest = largest_of(values, layer->in_features);
+    const float *values = x + row * x_stride, largest = largest_of(values, features);
     const int is_usable = largest > SMALLEST && largest < INFINITY;
-    const float unit = largest / (is_half ? 127.0f * MOST : MOST);
+    const float unit = is_usable ? largest / (is_half ? 127.0f * MOST : MOST) : 0.0f;
+    char *codes = tiles.codes + first * tiles.blocks * tiles.size;
     tiles.units[row] = is_usable ? unit : largest * 0.0f; /* NaN, so that such rows are found */
-    for (int64_t b = 0; b < tiles.blocks; b++) {
-      const int64_t left = layer->in_features - b * BLOCK;
-      const int features = left < BLOCK ? (int)left : BLOCK;
-      const float *part = values + b * BLOCK;
-      char *block = tiles.codes + (first * tiles.blocks + b * height) * tiles.size;
-      ivec codes[4], pairs[2];
-      if (is_half) {
-        const int32_t scale = is_usable ? scale_of(largest_of(part, features), unit) : 0;
-        quantise(part, features, scale ? 1.0f / (unit * (float)scale) : 0.0f, codes);
-        const ivec total = codes[0] + codes[1] + codes[2] + codes[3];
-        const float sum = (float)scale * sum_lanes(__builtin_convertvector(total, vec));
-        const int32_t twice = scale | scale << 16;
-        pairs[0] = (codes[0] & 255) | (codes[1] & 255) << 8 | (codes[2] & 255) << 16 |
-                   codes[3] << 24;
-        memcpy(block + r * 4, &twice, 4);
-        memcpy(block + (height + r) * 4, &sum, 4);
-        memcpy(block + height * 8 + r * 32, pairs, 32);
-      } else {
-        quantise(part, features, is_usable ? MOST / largest : 0.0f, codes);
-        EACH(c, 2) pairs[c] = (codes[c] & 0xffff) | codes[c + 2] << 16;
-        memcpy(block + r * 64, pairs, 64);
-      }
-    }
+    if (is_half)
+      quantise_row8(values, features, tiles.blocks, unit, codes, height, r);
+    else
+      quantise_row16(values, features, tiles.blocks, is_usable ? MOST / largest : 0.0f, codes,
+                     height, r);
   }
 }
 
@@ -272,6 +306,19 @@ MULTIPLY(multiply_ready4, WEIGHT_BLOCKS4, 1)
 MULTIPLY(multiply_stored8, WEIGHT_BLOCKS8, 0)
 MULTIPLY(multiply_ready8, WEIGHT_BLOCKS8, 1)
 
+/* out[columns] = sums * unit + bias, plus what is there if `accumulate` */
+INLINE void finish_sums(const float *sums, float unit, const float *bias, float *out, int columns,
+                        int accumulate) {
+  float results[PANEL] = {0}, *to = columns == PANEL ? out : results;
+  if (accumulate && to != out) memcpy(results, out, sizeof(float) * (size_t)columns);
+  EACH(c, 2) {
+    const vec before = load(bias + c * LANES);
+    store(to + c * LANES, fma8(load(sums + c * LANES), splat(unit),
+                               accumulate ? load(to + c * LANES) + before : before));
+  }
+  if (to != out) memcpy(out, results, sizeof(float) * (size_t)columns);
+}
+
 /* one panel of tiles [begin, end): out = products + bias, plus what is there if `accumulate` */
 static void compute_panel(struct panel panel, const struct tiles *tiles, int64_t begin, int64_t end,
                           float *out, int64_t out_stride, int accumulate) {
@@ -301,17 +348,9 @@ static void compute_panel(struct panel panel, const struct tiles *tiles, int64_t
     }
     stored += blocks * size;
   }
-  const float *bias = layer->bias + panel.index * PANEL;
-  const size_t width = sizeof(float) * (size_t)panel.columns;
-  for (int64_t r = 0; r < rows; r++) {
-    float *to = out + (top + r) * out_stride + panel.first_column, results[PANEL] = {0};
-    if (accumulate) memcpy(results, to, width);
-    for (int c = 0; c < PANEL; c += LANES) {
-      const vec before = load(results + c) + load(bias + c);
-      store(results + c, fma8(load(sums + r * PANEL + c), splat(tiles->units[top + r]), before));
-    }
-    memcpy(to, results, width);
-  }
+  for (int64_t r = 0; r < rows; r++)
+    finish_sums(sums + r * PANEL, tiles->units[top + r], layer->bias + panel.index * PANEL,
+                out + (top + r) * out_stride + panel.first_column, panel.columns, accumulate);
 }
 
 void int8_share(const struct linear *const *layers, int count, int64_t rows, float *out,

@@ -158,28 +158,18 @@ static void attend_keys(const struct kv_layer *kv, const struct queries *in,
         const int first = h * rows;
         float *scores = s->scores + first * KEYS, *out = s->out + first * dim;
         if (which) {
-#define MIX(n, row)                                                                               \
-  do {                                                                                            \
-    mix_rows(n, &part, scores + row * KEYS, out + row * dim, dim);                                \
-    part.ahead_runs = 0; /* the first rows have fetched it */                                     \
-  } while (0)
-          BY_THREES(rows, MIX);
+          mix_rows(&part, scores, out, rows, dim);
           continue;
         }
-#define DOT(n, row)                                                                               \
-  do {                                                                                            \
-    dot_rows(n, &part, s->q + (first + row) * dim, dim, scores + row * KEYS);                     \
-    part.ahead_runs = 0;                                                                          \
-  } while (0)
-        BY_THREES(rows, DOT);
+        dot_rows(&part, s->q + first * dim, rows, dim, scores);
         for (int row = 0; row < rows; row++) {
           const int64_t own = position + row / group;
           const int64_t low = window && own - window + 1 > base ? own - window + 1 - base : 0;
           const int64_t high = own + 1 - base < span ? own + 1 - base : span;
-          const float decay =
-              weigh(scores + row * KEYS, part.length * STREAMS, (int)low, (int)high, in->call.scaling,
-                    in->call.softcap, s->max + first + row, s->sum + first + row);
-          for (int d = 0; d < dim; d += LANES)
+          const float decay = weigh(scores + row * KEYS, part.length * STREAMS, (int)low, (int)high,
+                                    in->call.scaling, in->call.softcap, s->max + first + row,
+                                    s->sum + first + row);
+          for (int d = 0; d < dim && decay < 1.0f; d += LANES)
             store(out + row * dim + d, load(out + row * dim + d) * splat(decay));
         }
       }

@@ -10,6 +10,7 @@
 #define KEYS 64   /* keys per block of the online softmax */
 #define STREAMS 4 /* a block is read as this many runs of keys side by side */
 #define RUN (KEYS / STREAMS)
+#define FEW 8 /* rows of a run that are used for all queries before the next ones are */
 
 /* Within a block the keys are ordered 0, 16, 32, 48, 1, 17, ...: place 4 i + c is key 16 c + i.
  * With pages of 16 tokens these are four pages side by side, each read from its begin to its end:
@@ -31,13 +32,22 @@ INLINE void fetch_ahead(const struct block *block, int i, int dim) {
       __builtin_prefetch(block->ahead[c] + i * block->stride + d);
 }
 
-/* scores[r][4 i + c] = q[r] . k[c][i] for `rows` rows; what is no key gets any score. `rows` and
- * `runs` are constants where it is called. */
-INLINE void dot_tile(int rows, int runs, const struct block *keys, const float *q, int dim,
-                     float *scores) {
-  for (int i = 0; i < keys->length; i++, scores += STREAMS) {
+/* calls f(3, row), then f(2, row) or f(1, row), so that row counts are constants inside */
+#define BY_THREES(rows, f)                                                                        \
+  do {                                                                                            \
+    int row = 0;                                                                                  \
+    for (; row + 3 <= (rows); row += 3) f(3, row);                                                \
+    if ((rows) - row == 2) f(2, row);                                                             \
+    if ((rows) - row == 1) f(1, row);                                                             \
+  } while (0)
+
+/* scores[r][4 i + c] = q[r] . k[c][i] for `rows` rows and i in [from, to); what is no key gets any
+ * score. Fetches what is next if asked to. `rows` and `runs` are constants where it is called. */
+INLINE void dot_tile(int rows, int runs, const struct block *keys, int from, int to, const float *q,
+                     int dim, float *scores, int fetches) {
+  for (int i = from; i < to; i++) {
     const int64_t at = i * keys->stride;
-    fetch_ahead(keys, i, dim);
+    if (fetches) fetch_ahead(keys, i, dim);
     vec sums[3][STREAMS] = {{{0}}};
     for (int d = 0; d < dim; d += LANES) {
       vec query[3];
@@ -51,16 +61,28 @@ INLINE void dot_tile(int rows, int runs, const struct block *keys, const float *
         for (int r = 0; r < rows; r++) sums[r][c] = fma8(query[r], key, sums[r][c]);
       }
     }
-    for (int r = 0; r < rows; r++) sum_lanes4(sums[r], scores + r * KEYS);
+    for (int r = 0; r < rows; r++) sum_lanes4(sums[r], scores + r * KEYS + i * STREAMS);
   }
 }
 
-INLINE void dot_rows(int rows, const struct block *keys, const float *q, int dim, float *scores) {
-  switch (keys->runs) {
-    case 1: dot_tile(rows, 1, keys, q, dim, scores); break;
-    case 2: dot_tile(rows, 2, keys, q, dim, scores); break;
-    case 3: dot_tile(rows, 3, keys, q, dim, scores); break;
-    default: dot_tile(rows, STREAMS, keys, q, dim, scores);
+INLINE void dot_few(int runs, const struct block *keys, int from, int to, const float *q, int rows,
+                    int dim, float *scores) {
+#define DOT(n, row)                                                                               \
+  dot_tile(n, runs, keys, from, to, q + row * dim, dim, scores + row * KEYS, row == 0)
+  BY_THREES(rows, DOT);
+}
+
+/* A few keys for all rows, then the next ones: so they are found in the nearest cache. */
+INLINE void dot_rows(const struct block *keys, const float *q, int rows, int dim, float *scores) {
+  const int few = rows > 3 ? FEW : RUN;
+  for (int i = 0; i < keys->length; i += few) {
+    const int to = i + few < keys->length ? i + few : keys->length;
+    switch (keys->runs) {
+      case 1: dot_few(1, keys, i, to, q, rows, dim, scores); break;
+      case 2: dot_few(2, keys, i, to, q, rows, dim, scores); break;
+      case 3: dot_few(3, keys, i, to, q, rows, dim, scores); break;
+      default: dot_few(STREAMS, keys, i, to, q, rows, dim, scores);
+    }
   }
 }
 
@@ -68,46 +90,62 @@ INLINE void dot_rows(int rows, const struct block *keys, const float *q, int dim
 INLINE void mix_tile(int rows, int vecs, int runs, const struct block *values, int from, int to,
                      const float *weights, int d, float *out, int dim) {
   vec sums[3][4];
-  for (int r = 0; r < rows; r++)
-    for (int c = 0; c < vecs; c++) sums[r][c] = load(out + r * dim + d + c * LANES);
-  for (int i = from; i < to; i++)
-    for (int j = 0; j < runs; j++) {
-      const float *value = values->first[j] + i * values->stride + d;
+  EACH(r, rows) EACH(c, vecs) sums[r][c] = load(out + r * dim + d + c * LANES);
+  const float *first[STREAMS];
+  EACH(j, runs) first[j] = values->first[j] + from * values->stride + d;
+  weights += from * STREAMS;
+  for (int i = from; i < to; i++, weights += STREAMS)
+    EACH(j, runs) {
       vec weight[3];
-      for (int r = 0; r < rows; r++) weight[r] = splat(weights[r * KEYS + i * STREAMS + j]);
-      for (int c = 0; c < vecs; c++) {
-        vec part = load(value + c * LANES);
-        IN_REGISTER(part);
-        for (int r = 0; r < rows; r++) sums[r][c] = fma8(weight[r], part, sums[r][c]);
+      EACH(r, rows) {
+        weight[r] = splat(weights[r * KEYS + j]);
+        IN_REGISTER(weight[r]);
       }
+      EACH(c, vecs) {
+        vec part = load(first[j] + c * LANES);
+        IN_REGISTER(part);
+        EACH(r, rows) sums[r][c] = fma8(weight[r], part, sums[r][c]);
+      }
+      first[j] += values->stride;
     }
-  for (int r = 0; r < rows; r++)
-    for (int c = 0; c < vecs; c++) store(out + r * dim + d + c * LANES, sums[r][c]);
+  EACH(r, rows) EACH(c, vecs) store(out + r * dim + d + c * LANES, sums[r][c]);
 }
 
-INLINE void mix_runs(int rows, int runs, const struct block *values, int from, int to,
-                     const float *weights, float *out, int dim) {
-  for (int i = from; i < to; i += 4) { /* few at a time: they are read in two passes */
-    const int stop = i + 4 < to ? i + 4 : to;
-    for (int row = i; row < stop; row++) fetch_ahead(values, row, dim);
-    int d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES)
-      mix_tile(rows, 4, runs, values, i, stop, weights, d, out, dim);
-    for (; d < dim; d += LANES) mix_tile(rows, 1, runs, values, i, stop, weights, d, out, dim);
-  }
+/* where long chunks spend their time */
+APART void mix_full_tile(const struct block *values, int from, int to, const float *weights, int d,
+                         float *out, int dim) {
+  mix_tile(3, 4, STREAMS, values, from, to, weights, d, out, dim);
+}
+
+INLINE void mix_few(int runs, const struct block *values, int from, int to, const float *weights,
+                    float *out, int rows, int dim) {
+  int d = 0;
+#define MIX_FOUR(n, row)                                                                          \
+  if (n == 3 && runs == STREAMS && rows > 3)                                                      \
+    mix_full_tile(values, from, to, weights + row * KEYS, d, out + row * dim, dim);               \
+  else                                                                                            \
+    mix_tile(n, 4, runs, values, from, to, weights + row * KEYS, d, out + row * dim, dim)
+#define MIX_ONE(n, row)                                                                           \
+  mix_tile(n, 1, runs, values, from, to, weights + row * KEYS, d, out + row * dim, dim)
+  for (; d + 4 * LANES <= dim; d += 4 * LANES) BY_THREES(rows, MIX_FOUR);
+  for (; d < dim; d += LANES) BY_THREES(rows, MIX_ONE);
 }
 
 /* what lies behind the last key may be anything, and 0 times NaN is NaN: so it is left out */
-INLINE void mix_rows(int rows, const struct block *values, const float *weights, float *out,
+INLINE void mix_rows(const struct block *values, const float *weights, float *out, int rows,
                      int dim) {
-  for (int part = 0; part < 2; part++) {
-    const int from = part ? values->last : 0, to = part ? values->length : values->last;
-    switch (values->runs - part) {
+  for (int i = 0, to; i < values->length; i = to) {
+    const int runs = i < values->last ? values->runs : values->runs - 1;
+    const int end = i < values->last ? values->last : values->length;
+    const int few = rows <= 3 ? 4 : FEW;
+    to = i + few < end ? i + few : end;
+    for (int row = i; row < to; row++) fetch_ahead(values, row, dim);
+    switch (runs) {
       case 0: break;
-      case 1: mix_runs(rows, 1, values, from, to, weights, out, dim); break;
-      case 2: mix_runs(rows, 2, values, from, to, weights, out, dim); break;
-      case 3: mix_runs(rows, 3, values, from, to, weights, out, dim); break;
-      default: mix_runs(rows, STREAMS, values, from, to, weights, out, dim);
+      case 1: mix_few(1, values, i, to, weights, out, rows, dim); break;
+      case 2: mix_few(2, values, i, to, weights, out, rows, dim); break;
+      case 3: mix_few(3, values, i, to, weights, out, rows, dim); break;
+      default: mix_few(STREAMS, values, i, to, weights, out, rows, dim);
     }
   }
 }
@@ -124,7 +162,7 @@ INLINE float weigh(float *scores, int places, int from, int to, float scaling,
     if (softcap != 0.0f) s = soft_cap(s, softcap);
     if (!all) s = pick((key >= from) & (key < to), s, splat(-INFINITY));
     store(scores + j, s);
-    top = pick(s > top, s, top);
+    top = larger(s, top);
   }
   const float highest = max_lanes(top);
   for (int j = 0; j < places; j += LANES) {
@@ -132,20 +170,11 @@ INLINE float weigh(float *scores, int places, int from, int to, float scaling,
     store(scores + j, weight);
     total = total + weight;
   }
-  const float decay = exp8(splat(*max - highest))[0];
+  const float decay = highest > *max ? exp8(splat(*max - highest))[0] : 1.0f;
   *sum = *sum * decay + sum_lanes(total);
   *max = highest;
   return decay;
 }
-
-/* calls f(3, row), then f(2, row) or f(1, row), so that row counts are constants inside */
-#define BY_THREES(rows, f)                                                                        \
-  do {                                                                                            \
-    int row = 0;                                                                                  \
-    for (; row + 3 <= (rows); row += 3) f(3, row);                                                \
-    if ((rows) - row == 2) f(2, row);                                                             \
-    if ((rows) - row == 1) f(1, row);                                                             \
-  } while (0)
 
 /* while `block` is read, fetch `next` */
 INLINE void fetch_while(struct block *block, struct block next) {

@@ -36,6 +36,23 @@ INLINE void store(float *p, vec a) { *(vec_unaligned *)p = a; }
 INLINE vec splat(float a) { return (vec){a, a, a, a, a, a, a, a}; }
 INLINE vec pick(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
 
+/* a > b ? a : b, b where either is NaN */
+INLINE vec larger(vec a, vec b) {
+#ifdef __AVX__
+  return _mm256_max_ps(a, b);
+#else
+  return pick(a > b, a, b);
+#endif
+}
+
+INLINE vec smaller(vec a, vec b) { /* a < b ? a : b */
+#ifdef __AVX__
+  return _mm256_min_ps(a, b);
+#else
+  return pick(a < b, a, b);
+#endif
+}
+
 INLINE vec fma8(vec a, vec b, vec c) {
 #ifdef __FMA__
   return _mm256_fmadd_ps(a, b, c);
@@ -51,26 +68,39 @@ INLINE void sum_lanes4(const vec a[4], float *out) {
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1)));
 #else
   for (int i = 0; i < 4; i++)
-    out[i] = ((a[i][0] + a[i][1]) + (a[i][2] + a[i][3])) + ((a[i][4] + a[i][5]) + (a[i][6] + a[i][7]));
+    out[i] = ((a[i][0] + a[i][1]) + (a[i][2] + a[i][3])) +
+             ((a[i][4] + a[i][5]) + (a[i][6] + a[i][7]));
 #endif
 }
 
-INLINE float sum_lanes(vec a) {
+INLINE float sum_lanes(vec a) { /* in the same order */
+#ifdef __AVX__
+  a = _mm256_hadd_ps(a, a);
+  a = _mm256_hadd_ps(a, a);
+  return a[0] + a[4];
+#else
   return ((a[0] + a[1]) + (a[2] + a[3])) + ((a[4] + a[5]) + (a[6] + a[7]));
+#endif
 }
 
 INLINE float max_lanes(vec a) {
+#ifdef __AVX__
+  __m128 m = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+  return m[1] > m[0] ? m[1] : m[0];
+#else
   float m = a[0];
   for (int i = 1; i < LANES; i++)
     if (a[i] > m) m = a[i];
   return m;
+#endif
 }
 
 /* e^x to about 1e-7; 0 below -87; the argument is split as n ln 2 + r (Cephes, expf) */
 INLINE vec exp8(vec x) {
   const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
   ivec tiny = x < splat(-87.0f);
-  x = pick(x > splat(88.0f), splat(88.0f), x);
+  x = smaller(splat(88.0f), x);
   vec shifted = fma8(x, splat(1.44269504088896341f), splat(shift));
   vec n = shifted - splat(shift);
   vec r = fma8(n, splat(-0.693359375f), x);
@@ -83,7 +113,7 @@ INLINE vec exp8(vec x) {
   p = fma8(p, r, splat(5.0000001201e-1f));
   p = fma8(p, r * r, r + splat(1.0f));
   ivec exponent = ((ivec)shifted - (ivec)splat(shift) + 127) << 23;
-  return pick(tiny, splat(0.0f), p * (vec)exponent);
+  return (vec)(~tiny & (ivec)(p * (vec)exponent));
 }
 
 /* cap * tanh(x / cap) */
