@@ -184,7 +184,7 @@ class Runner:
             io.outputs.clear()
             if inputs.num_tokens:  # else a plan of pre-ops alone
                 forwarded = self._forward_of(io, inputs, shape)
-                tokens = self._sample_rows(io.inputs.samples(), forwarded.logits)
+                tokens = self._sample_rows(plan, io.inputs.samples(), forwarded.logits)
                 io.outputs.write(
                     tokens,
                     forwarded.is_token_finite[: inputs.num_tokens],
@@ -203,11 +203,17 @@ class Runner:
             return self._static(io.inputs, inputs, shape)
         return self._forward(io.inputs.read(shape), shape.longest_query, inputs)
 
-    def _sample_rows(self, samples: SampleRows, logits: torch.Tensor) -> torch.Tensor:
+    def _sample_rows(
+        self, plan: StepPlan, samples: SampleRows, logits: torch.Tensor
+    ) -> torch.Tensor:
         """Tokens [S]; each row's is remembered for plans that do not know it yet."""
-        if not len(samples.rows):
+        count = len(samples.rows)
+        if not count:
             return samples.rows
-        tokens = self._sample(logits[samples.logits].float(), samples)
+        # a sample of each row is the rule, and the rows need not be copied then
+        in_order = np.array_equal(plan.sample_logits, np.arange(count))
+        chosen = logits[:count] if in_order else logits[samples.logits]
+        tokens = self._sample(chosen.float(), samples)
         self._last_token[samples.rows] = tokens
         return tokens
 
