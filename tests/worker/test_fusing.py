@@ -6,12 +6,14 @@ import logging
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
-from tests.worker.conftest import load
-from tests.worker.planner import Answer, Request, serve
-from tests.worker.tiny_models import SERVED, gemma3, llama, olmo2, phi3, qwen3, smollm3
+from tests.worker.conftest import NUM_CHUNKS, Served, configure, load
+from tests.worker.planner import Answer, GreedySample, Planner, Request, serve
+from tests.worker.tiny_models import SERVED, build, gemma3, llama, olmo2, phi3, qwen3, smollm3
 from worker.decoder_layer import FusedLayer
 from worker.fusing import fuse_model, unfuse_model
+from worker.runner import Runner
 
 # what is not built like llama: learned positions, LayerNorm, experts, attention beside the MLP
 UNLIKE = {"gpt2", "gpt_oss", "cohere2", "phimoe"}
@@ -62,6 +64,38 @@ def test_other_weight_formats_are_fused_too(served, prompts, make, weight_format
     one, other = answers(fused, prompts)[4], answers(plain, prompts)[4]
     limit = 5e-3
     assert (one.logits[0] - other.logits[0]).abs().max() < limit * other.logits[0].abs().max()
+
+
+@pytest.mark.parametrize("in_blocks4", [{"k_proj"}, {"q_proj", "v_proj"}, {"v_proj", "gate_proj"}])
+def test_int8_layers_over_one_input_may_differ_in_what_they_make_of_it(
+    tmp_path, prompts, in_blocks4
+):
+    """GGUF files mix blocks of 4 and 8 bits within a layer: one of q, k and v takes activations of
+    8 bits and another of 16, and neither may read what was prepared for the other."""
+    wide = LlamaConfig(**{**llama().to_dict(), "hidden_size": 96, "head_dim": 16})
+    model = build(wide)
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in in_blocks4:
+            codes = torch.randint(16, module.weight.shape)
+            codes[:, ::32], codes[:, 1::32] = 0, 15  # a block's least and largest
+            module.weight.data = (codes - 7) * 2.0**-7
+    model.save_pretrained(tmp_path)
+    found = []
+    for is_fused in (True, False):
+        loaded, sample = load(tmp_path, weight_format="int8"), GreedySample()
+        runner = Runner(loaded, configure(), NUM_CHUNKS, sample)
+        assert num_fused(loaded.model) == loaded.geometry.num_layers
+        attention = loaded.model.base_model.layers[0].self_attn
+        storages = {name: layer.storage for name, layer in attention.named_children()}
+        assert {name for name in storages if storages[name] == "blocks4"} == in_blocks4 - {
+            "gate_proj"
+        }
+        if not is_fused:
+            unfuse_model(loaded.model)
+        it = Served(runner, Planner(loaded.geometry, NUM_CHUNKS), sample, loaded)
+        found.append(answers(it, prompts)[4].logits[0])
+    one, other = found
+    assert (one - other).abs().max() < 5e-3 * other.abs().max()
 
 
 def test_unpacked_models_stay_plain(served):
