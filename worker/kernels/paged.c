@@ -1,9 +1,9 @@
 /* Paged attention on the CPU: the loops of worker/attention/cpu.py.
  *
- * It copies new keys and values into their slots of the pool, then computes causal
- * attention of ragged queries over the pages that the block tables name. All strides are in
- * elements. Queries and the pool may each be float32, float16 or bfloat16; arithmetic is float32, and
- * new keys and values are rounded to the pool's type when they are written.
+ * It writes new keys and values into their slots of the pool, then computes causal attention of
+ * ragged queries over the pages that the block tables name. All strides are in elements. Queries and
+ * the pool may be float32, float16 or bfloat16, each its own: new keys and values are rounded to the
+ * pool's type when they are written. Arithmetic is float32.
  *
  * The result for a token depends on its query, its position and its keys alone, to the last bit,
  * never on what else is in the batch or on how its prompt was cut into chunks. Three things make it
@@ -187,12 +187,10 @@ static void attend_keys(const struct kv_layer *kv, const struct queries *in,
         const int first = h * rows;
         float *scores = s->scores + first * KEYS, *out = s->out + first * dim;
         if (which) {
-          if (part.dtype == FLOAT16) mix_rows(FLOAT16, &part, scores, out, rows, dim);
-          else mix_rows(FLOAT32, &part, scores, out, rows, dim);
+          mix_block(&part, scores, out, rows, dim);
           continue;
         }
-        if (part.dtype == FLOAT16) dot_rows(FLOAT16, &part, s->q + first * dim, rows, dim, scores);
-        else dot_rows(FLOAT32, &part, s->q + first * dim, rows, dim, scores);
+        dot_block(&part, s->q + first * dim, rows, dim, scores);
         for (int row = 0; row < rows; row++) {
           const int64_t own = position + row / group;
           const int64_t low = window && own - window + 1 > base ? own - window + 1 - base : 0;

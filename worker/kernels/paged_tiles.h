@@ -11,6 +11,7 @@
 #define STREAMS 4 /* a block is read as this many runs of keys side by side */
 #define RUN (KEYS / STREAMS)
 #define FEW 8 /* rows of a run that are used for all queries before the next ones are */
+#define LINE_BYTES 64 /* of a cache */
 
 /* Within a block the keys are ordered 0, 16, 32, 48, 1, 17, ...: place 4 i + c is key 16 c + i.
  * With pages of 16 tokens these are four pages side by side, each read from its begin to its end:
@@ -26,8 +27,6 @@ struct block { /* keys or values of a block: run c begins at first[c], a row eac
   int64_t ahead_stride;
   const char *ahead[STREAMS];
 };
-
-#define LINE_BYTES 64
 
 /* row `i` of the runs that are needed next */
 INLINE void fetch_ahead(const struct block *block, int i) {
@@ -96,6 +95,16 @@ INLINE void dot_rows(int dtype, const struct block *keys, const float *q, int ro
   }
 }
 
+/* Of halves apart, so that each of the two has all registers. */
+APART void dot_halves(const struct block *keys, const float *q, int rows, int dim, float *scores) {
+  dot_rows(FLOAT16, keys, q, rows, dim, scores);
+}
+
+INLINE void dot_block(const struct block *keys, const float *q, int rows, int dim, float *scores) {
+  if (keys->dtype == FLOAT16) dot_halves(keys, q, rows, dim, scores);
+  else dot_rows(FLOAT32, keys, q, rows, dim, scores);
+}
+
 /* out[r] += sum over the keys in [from, to) of each run, of weight * value; `vecs` vectors wide */
 INLINE void mix_tile(int rows, int vecs, int runs, int dtype, const struct block *values, int from,
                      int to, const float *weights, int d, float *out, int dim) {
@@ -158,6 +167,17 @@ INLINE void mix_rows(int dtype, const struct block *values, const float *weights
       default: mix_few(STREAMS, dtype, values, i, to, weights, out, rows, dim);
     }
   }
+}
+
+APART void mix_halves(const struct block *values, const float *weights, float *out, int rows,
+                      int dim) {
+  mix_rows(FLOAT16, values, weights, out, rows, dim);
+}
+
+INLINE void mix_block(const struct block *values, const float *weights, float *out, int rows,
+                      int dim) {
+  if (values->dtype == FLOAT16) mix_halves(values, weights, out, rows, dim);
+  else mix_rows(FLOAT32, values, weights, out, rows, dim);
 }
 
 /* Softmax weights of one row from its scores, in place; only keys in [from, to) are visible.

@@ -188,6 +188,7 @@ static void widen(const void *from, float *to, int n, int dtype) {
   } else if (dtype == BFLOAT16) {
     for (; i < n; i++) to[i] = from_bfloat16(p[i]);
   } else {
+#pragma GCC unroll 4
     for (; i + LANES <= n; i += LANES) store(to + i, load_float16(p + i));
     for (; i < n; i++) to[i] = from_float16(p[i]);
   }
