@@ -82,8 +82,8 @@ def test_pools_of_another_dtype(kernel, dtype, kv_dtype, page_size):
 @pytest.mark.parametrize("page_size", [5, 16, 64])
 @pytest.mark.parametrize(("grouped", "head_dim"), [(1, 64), (3, 64), (4, 128), (3, 20)])
 def test_a_narrow_pool_has_the_bits_of_a_wide_one(kernel, grouped, head_dim, page_size):
-    """Reading float16 as it lies, or converted first, must not change the order of a sum: then
-    bits would depend on how many rows share a key."""
+    """Reading float16 as it lies, or converted first where pages or heads do not allow that, must
+    round nothing and keep the order of every sum: bits are those of rounded keys and values."""
     for call in (CALLS["plain"], CALLS["window over key blocks"]):
         narrow = make_case(
             SHAPES, grouped, head_dim, torch.float32, page_size, kv_dtype=torch.float16, **call

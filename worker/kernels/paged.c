@@ -138,10 +138,11 @@ struct tile {
   int heads, tokens;
 };
 
-/* Whether a block's numbers are read as they lie. Those of 16 bits are where few rows share them:
- * more rows would convert each of them again. */
-INLINE int is_in_place(const struct kv_layer *kv, int dim, int rows) {
-  return dim == kv->head_dim && (kv->dtype == FLOAT32 || (kv->dtype == FLOAT16 && rows <= 3));
+/* Whether blocks are read as they lie. For float16 that is faster even where 24 rows read them, and
+ * convert every number eight times: half as many bytes stay in the nearest cache. */
+INLINE int is_in_place(const struct kv_layer *kv, int dim) {
+  return dim == kv->head_dim &&
+         (kv->dtype == FLOAT32 || (kv->dtype == FLOAT16 && LOADS_FLOAT16));
 }
 
 /* Add the keys in [from, to) to the rows' sums: s->out and s->sum, with weights relative to s->max.
@@ -172,7 +173,7 @@ static void attend_keys(const struct kv_layer *kv, const struct queries *in,
       for (int h = 0; h < tile.heads; h++) {
         const int64_t head = tile.head + h;
         struct block part;
-        if (in_runs && is_in_place(kv, dim, rows))
+        if (in_runs && is_in_place(kv, dim))
           part = part_of(kv, &here, which, head);
         else
           part = converted(kv, table, table_position, which, head, base, skip, span, dim, s->copy);

@@ -162,6 +162,12 @@ INLINE uint16_t to_float16(float value) { /* to nearest, ties to even; a NaN kee
   return (uint16_t)((sign >> 16) | (((rounded >> 13) & 0x7c00u) + (rounded & 0xfffu)));
 }
 
+#ifdef __F16C__
+#define LOADS_FLOAT16 1 /* as fast as floats */
+#else
+#define LOADS_FLOAT16 0
+#endif
+
 INLINE vec load_float16(const uint16_t *p) {
 #ifdef __F16C__
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
