@@ -51,7 +51,7 @@ class Hello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., memory_total: _Optional[int] = ..., memory_available: _Optional[int] = ...) -> None: ...
 
 class Configure(_message.Message):
-    __slots__ = ("model", "device", "dtype", "page_size", "num_blocks", "max_memory_percent", "max_batch_tokens", "max_requests_per_batch", "max_model_len", "deterministic", "use_cuda_graph", "use_async_batching", "q_padding_interval_size", "kv_padding_interval_size", "cpu_offload_space", "weight_format", "attention", "num_threads")
+    __slots__ = ("model", "device", "dtype", "page_size", "num_blocks", "max_memory_percent", "max_batch_tokens", "max_requests_per_batch", "max_model_len", "deterministic", "use_cuda_graph", "use_async_batching", "q_padding_interval_size", "kv_padding_interval_size", "cpu_offload_space", "weight_format", "attention", "num_threads", "kv_cache_dtype")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class Configure(_message.Message):
     WEIGHT_FORMAT_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_FIELD_NUMBER: _ClassVar[int]
     NUM_THREADS_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     model: str
     device: str
     dtype: str
@@ -88,7 +89,8 @@ class Configure(_message.Message):
     weight_format: str
     attention: str
     num_threads: int
-    def __init__(self, model: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_memory_percent: _Optional[float] = ..., max_batch_tokens: _Optional[int] = ..., max_requests_per_batch: _Optional[int] = ..., max_model_len: _Optional[int] = ..., deterministic: _Optional[bool] = ..., use_cuda_graph: _Optional[bool] = ..., use_async_batching: _Optional[bool] = ..., q_padding_interval_size: _Optional[int] = ..., kv_padding_interval_size: _Optional[int] = ..., cpu_offload_space: _Optional[float] = ..., weight_format: _Optional[str] = ..., attention: _Optional[str] = ..., num_threads: _Optional[int] = ...) -> None: ...
+    kv_cache_dtype: str
+    def __init__(self, model: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_memory_percent: _Optional[float] = ..., max_batch_tokens: _Optional[int] = ..., max_requests_per_batch: _Optional[int] = ..., max_model_len: _Optional[int] = ..., deterministic: _Optional[bool] = ..., use_cuda_graph: _Optional[bool] = ..., use_async_batching: _Optional[bool] = ..., q_padding_interval_size: _Optional[int] = ..., kv_padding_interval_size: _Optional[int] = ..., cpu_offload_space: _Optional[float] = ..., weight_format: _Optional[str] = ..., attention: _Optional[str] = ..., num_threads: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ...) -> None: ...
 
 class CacheGroup(_message.Message):
     __slots__ = ("kind", "layers", "sliding_window", "blocks_per_chunk")
@@ -103,7 +105,7 @@ class CacheGroup(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., sliding_window: _Optional[int] = ..., blocks_per_chunk: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("model_path", "model_type", "architecture", "vocab_size", "max_model_len", "dtype", "device", "groups", "page_size", "num_chunks", "chunk_bytes", "num_swap_chunks", "graph_sizes", "attention", "overlaps_swap")
+    __slots__ = ("model_path", "model_type", "architecture", "vocab_size", "max_model_len", "dtype", "device", "groups", "page_size", "num_chunks", "chunk_bytes", "num_swap_chunks", "graph_sizes", "attention", "overlaps_swap", "kv_cache_dtype")
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +121,7 @@ class Ready(_message.Message):
     GRAPH_SIZES_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_FIELD_NUMBER: _ClassVar[int]
     OVERLAPS_SWAP_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     model_path: str
     model_type: str
     architecture: str
@@ -134,7 +137,8 @@ class Ready(_message.Message):
     graph_sizes: _containers.RepeatedScalarFieldContainer[int]
     attention: str
     overlaps_swap: bool
-    def __init__(self, model_path: _Optional[str] = ..., model_type: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[CacheGroup, _Mapping]]] = ..., page_size: _Optional[int] = ..., num_chunks: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., num_swap_chunks: _Optional[int] = ..., graph_sizes: _Optional[_Iterable[int]] = ..., attention: _Optional[str] = ..., overlaps_swap: _Optional[bool] = ...) -> None: ...
+    kv_cache_dtype: str
+    def __init__(self, model_path: _Optional[str] = ..., model_type: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[CacheGroup, _Mapping]]] = ..., page_size: _Optional[int] = ..., num_chunks: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., num_swap_chunks: _Optional[int] = ..., graph_sizes: _Optional[_Iterable[int]] = ..., attention: _Optional[str] = ..., overlaps_swap: _Optional[bool] = ..., kv_cache_dtype: _Optional[str] = ...) -> None: ...
 
 class StepPlan(_message.Message):
     __slots__ = ("step_id", "counts", "awaits_mask")

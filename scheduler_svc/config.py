@@ -94,7 +94,12 @@ class Config:
     device: str = setting("auto", "where the worker runs: auto, cpu, cuda, cuda:N or mps")
     dtype: str = setting(
         "auto",
-        "of weights and KV; auto = the checkpoint's on CUDA, float32 on CPU",
+        "of weights and arithmetic; auto = the checkpoint's on CUDA, float32 on CPU",
+        choices=("auto", "float32", "float16", "bfloat16"),
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "of stored keys and values; auto = dtype, but float16 where weight_format is int8",
         choices=("auto", "float32", "float16", "bfloat16"),
     )
     weight_format: str = setting(

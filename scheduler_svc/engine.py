@@ -300,10 +300,11 @@ class Engine:
             device=ready.device,
         )
         logger.info(
-            "worker ready: %s on %s, %s, attention %s, requests of up to %d tokens",
+            "worker ready: %s on %s, %s, KV %s, attention %s, requests of up to %d tokens",
             ready.model_type,
             ready.device,
             ready.dtype,
+            ready.kv_cache_dtype,
             ready.attention,
             pool_tokens,
         )

@@ -69,7 +69,7 @@ class Geometry:
     num_kv_heads: int
     head_dim: int
     page_size: int  # tokens
-    itemsize: int  # bytes of one number
+    itemsize: int  # bytes of one number of K or V
 
     @property
     def page_bytes(self) -> int:

@@ -43,7 +43,8 @@ class LoadedModel:
     architecture: str
     vocab_size: int  # columns of the logits
     max_model_len: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of weights and arithmetic
+    kv_dtype: torch.dtype  # of keys and values in the pool, and so the geometry's
     device: torch.device
     geometry: Geometry  # one group per attention type; Geometry.fitted adapts it to a pool
 
@@ -71,7 +72,8 @@ def load_folder(path: str, configure: link_pb2.Configure, progress: Progress) ->
         check_dense(text_config)
     device = _device(configure.device)
     dtype = _dtype(configure.dtype, text_config, device)
-    geometry = geometry_of(text_config, configure.page_size, dtype.itemsize)
+    kv_dtype = kv_dtype_of(configure.kv_cache_dtype, dtype, device, configure.weight_format)
+    geometry = geometry_of(text_config, configure.page_size, kv_dtype.itemsize)
     max_model_len = _max_model_len(configure.max_model_len, text_config)
 
     progress("loading weights", 0.1)
@@ -98,6 +100,7 @@ def load_folder(path: str, configure: link_pb2.Configure, progress: Progress) ->
         vocab_size=vocab_size,
         max_model_len=max_model_len,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=device,
         geometry=geometry,
     )
@@ -135,6 +138,24 @@ def _dtype(wanted: str, text_config: Any, device: torch.device) -> torch.dtype:
         return torch.float32
     if wanted not in _DTYPES:
         raise ValueError(f"dtype is {wanted!r}; allowed are auto, {', '.join(_DTYPES)}")
+    return _DTYPES[wanted]
+
+
+def kv_dtype_of(
+    wanted: str, dtype: torch.dtype, device: torch.device, weight_format: str
+) -> torch.dtype:
+    """What keys and values are stored in, by the setting kv_cache_dtype.
+
+    "" and auto: what the model computes in, `dtype`; but float16 beside packed int8 weights
+    (packing.py serves them in float32 on the CPU alone), where answers are approximate by choice:
+    reading float32 keys and values is a large part of a decode step there. Raises ValueError for
+    what is no such dtype.
+    """
+    if wanted in ("", "auto"):
+        is_int8 = weight_format == "int8" and (device.type, dtype) == ("cpu", torch.float32)
+        return torch.float16 if is_int8 else dtype
+    if wanted not in _DTYPES:
+        raise ValueError(f"kv_cache_dtype is {wanted!r}; allowed are auto, {', '.join(_DTYPES)}")
     return _DTYPES[wanted]
 
 

@@ -98,7 +98,10 @@ class Runner:
             _logger.info("memory:\n%s", memory)
             self._geometry = memory.geometry
             num_chunks, num_swap_chunks = memory.num_chunks, memory.num_swap_chunks
-        self.pool = KvPool(self._geometry, num_chunks, loaded.dtype, loaded.device)
+        if loaded.kv_dtype != loaded.dtype:
+            stored, computed = _name(loaded.kv_dtype), _name(loaded.dtype)
+            _logger.info("keys and values are stored as %s, computed in %s", stored, computed)
+        self.pool = KvPool(self._geometry, num_chunks, loaded.kv_dtype, loaded.device)
         self.swap = SwapPool(self.pool, num_swap_chunks)
         groups = range(len(self._geometry.groups))
         self._num_blocks = [self.pool.num_blocks(group) for group in groups]
@@ -263,14 +266,14 @@ class Runner:
 
     def ready(self) -> link_pb2.Ready:
         """What the scheduler must know of this model and its pool."""
-        geometry = self._geometry
+        geometry, loaded = self._geometry, self._loaded
         return link_pb2.Ready(
-            model_path=self._loaded.model_path,
-            model_type=self._loaded.model_type,
-            architecture=self._loaded.architecture,
-            vocab_size=self._loaded.vocab_size,
-            max_model_len=self._loaded.max_model_len,
-            dtype=str(self._loaded.dtype).removeprefix("torch."),
+            model_path=loaded.model_path,
+            model_type=loaded.model_type,
+            architecture=loaded.architecture,
+            vocab_size=loaded.vocab_size,
+            max_model_len=loaded.max_model_len,
+            dtype=_name(loaded.dtype),
             device=str(self._device),
             groups=[
                 link_pb2.CacheGroup(
@@ -288,6 +291,7 @@ class Runner:
             graph_sizes=() if self._static is None else self._static.captured_sizes,
             attention=self.backend.name,
             overlaps_swap=self._device.type == "cuda",
+            kv_cache_dtype=_name(loaded.kv_dtype),
         )
 
 
@@ -339,6 +343,10 @@ class Launched:
             starts = plan.query_start_loc[:-1]
             is_finite = np.logical_and.reduceat(is_token_finite, starts).astype(np.int32)
         return _result(plan, token_ids, is_finite, microseconds)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _captures(loaded: LoadedModel, configure: link_pb2.Configure, attention: str) -> bool:

@@ -3,7 +3,7 @@
 The formulas count the tensors that live at the same time in an eager forward of a transformers
 model under our attention, where they are largest; every layer gives its own back before the next.
 M = max_batch_tokens, R = max_requests_per_batch, L = max_model_len, G = cache groups, a = bytes of
-one number of the model's dtype, E experts of which a token takes k:
+one number of the model's dtype, b = of one number in the pool, E experts of which a token takes k:
 
     activations  M * a * (norm + max(attention, mlp, experts)), in numbers per token:
                  norm      = residual, its float32 copy, square and product
@@ -14,9 +14,11 @@ one number of the model's dtype, E experts of which a token takes k:
     logits       R * (hidden * a + vocab * (2 * a + 16)) + 50 * min(R * vocab, 2^22)
                                                                   logits and a copy, float32,
                                                                   scaled, sums; sorted ones
-    gathered     L * D * (4 * Hkv * a + 2 * H * (a + 4)) + 16 * min(H * min(M, L) * L, 2^24)
+    gathered     L * D * (4 * Hkv * b + 2 * H * (a + 4)) + 16 * min(H * min(M, L) * L, 2^24)
                                                                   `reference` only: one request's
-                                                                  K and V, and its scores
+                                                                  K and V, and its scores; K and V
+                                                                  again, 2 * Hkv * a, where the
+                                                                  pool has another dtype
     inputs       io * (M * (48 + 24 * G) + R * (128 + 8 * pages of all tables))
                                                                   io = 2 sets, and static ones
                                                                   where graphs replay
@@ -64,8 +66,9 @@ def step_memory(
 ) -> StepMemory:
     """What a step of max_batch_tokens tokens needs; `attention` is the backend's name."""
     config = loaded.model.config.get_text_config()
-    activations = configure.max_batch_tokens * _activation_bytes(config, geometry)
-    logits = _logits_bytes(config.hidden_size, loaded.vocab_size, geometry.itemsize, configure)
+    itemsize = loaded.dtype.itemsize
+    activations = configure.max_batch_tokens * _activation_bytes(config, geometry, itemsize)
+    logits = _logits_bytes(config.hidden_size, loaded.vocab_size, itemsize, configure)
     captures = loaded.device.type == "cuda" and configure.use_cuda_graph
     inputs = _input_bytes(loaded.max_model_len, configure, geometry)
     return StepMemory(
@@ -78,9 +81,9 @@ def step_memory(
     )
 
 
-def _activation_bytes(config: Any, geometry: Geometry) -> int:
+def _activation_bytes(config: Any, geometry: Geometry, itemsize: int) -> int:
     """Per token of a step."""
-    a, hidden = geometry.itemsize, int(config.hidden_size)
+    a, hidden = itemsize, int(config.hidden_size)
     heads, kv_heads = geometry.num_heads, geometry.num_kv_heads
     attention = hidden + (4 * (heads + kv_heads) + 2 * kv_heads) * geometry.head_dim
     intermediate = _first(config, "intermediate_size", "n_inner") or 4 * hidden
@@ -112,8 +115,10 @@ def _logits_bytes(hidden: int, vocab: int, itemsize: int, configure: link_pb2.Co
 
 
 def _gathered_bytes(loaded: LoadedModel, configure: link_pb2.Configure) -> int:
-    geometry, longest, a = loaded.geometry, loaded.max_model_len, loaded.geometry.itemsize
-    of_token = 4 * geometry.num_kv_heads * a + 2 * geometry.num_heads * (a + 4)
+    geometry, longest, a = loaded.geometry, loaded.max_model_len, loaded.dtype.itemsize
+    of_token = 4 * geometry.num_kv_heads * geometry.itemsize + 2 * geometry.num_heads * (a + 4)
+    if loaded.kv_dtype != loaded.dtype:
+        of_token += 2 * geometry.num_kv_heads * a
     queries = min(configure.max_batch_tokens, longest)
     scores = geometry.num_heads * longest * queries
     at_once = max(MOST_SCORES, geometry.num_heads * longest)

@@ -44,6 +44,16 @@ def test_attention(guard: Guard) -> None:
     guard(one_step(context, kernel), one_step(context, reference), at_least=2)
 
 
+def test_attention_to_halves(guard: Guard) -> None:
+    """A decode step over keys and values of float16, against one over float32."""
+    kernel, shapes = CpuBackend(kernel_library()), [(1, 160)] * 64
+    wide, narrow = (
+        one_step(step_context(kernel, shapes, NUM_LAYERS, dtype), kernel)
+        for dtype in (torch.float32, torch.float16)
+    )
+    guard(narrow, wide, at_least=1.2)  # 1.5 to 1.9 measured
+
+
 @pytest.mark.parametrize("num_rows", [1, 16])
 def test_packed_linear(num_rows: int, guard: Guard) -> None:
     """Weights packed once, against F.linear, which packs them at every call."""

@@ -93,6 +93,7 @@ def random_loaded(name: str) -> LoadedModel:
         vocab_size=model.config.vocab_size,
         max_model_len=MAX_LEN,
         dtype=DTYPE,
+        kv_dtype=DTYPE,
         device=DEVICE,
         geometry=geometry_of(model.config, PAGE_SIZE, DTYPE.itemsize),
     )

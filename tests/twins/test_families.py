@@ -27,11 +27,12 @@ Tokens = dict[tuple[str, int], list[int]]
 
 
 class Family:
-    """A tiny model under our worker, and what `generate` says."""
+    """A tiny model under our worker, loaded with `settings`, and what `generate` says."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, **settings: object) -> None:
         self.name = name
         self.folder = folder
+        self._settings = settings
         model = tiny_models.save(tiny_models.SERVED[name](), folder)
         generator = torch.Generator().manual_seed(11)
         prompts = [
@@ -47,7 +48,7 @@ class Family:
 
     def loaded(self, page_size: int = PAGE_SIZE) -> LoadedModel:
         if page_size not in self._loaded:
-            self._loaded[page_size] = load(self.folder, page_size=page_size)
+            self._loaded[page_size] = load(self.folder, page_size=page_size, **self._settings)
         return self._loaded[page_size]
 
     def serve(self, page_size: int = PAGE_SIZE, **settings: object) -> Served:
@@ -224,3 +225,13 @@ def test_tokens_are_the_same_whatever_the_settings(
 ) -> None:
     """A setting that should cost or gain time changes an answer."""
     family.serve(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_tokens_are_the_same_with_narrower_keys_and_values(name: str, tmp_path: Path) -> None:
+    """A place that takes the pool for the model's dtype: a kernel, a transfer, a table of layers;
+    gpt2's layers are attended to one by one."""
+    family = Family(name, tmp_path, kv_cache_dtype="float16")
+    assert family.loaded().kv_dtype == torch.float16
+    for check in (batched, swap, prefix_hit, run_ahead, reference):
+        check(family)

@@ -72,13 +72,18 @@ class DecodeFigures:
 
 
 def step_context(
-    backend: AttentionBackend, shapes: list[tuple[int, int]], num_layers: int = NUM_LAYERS
+    backend: AttentionBackend,
+    shapes: list[tuple[int, int]],
+    num_layers: int = NUM_LAYERS,
+    kv_dtype: torch.dtype = torch.float32,
 ) -> StepContext:
     """A step of requests (query length, sequence length) over a pool of random K and V."""
     pages = [-(-length // PAGE_SIZE) for _, length in shapes]
     group = CacheGroup(FULL_ATTENTION, tuple(range(num_layers)), 0, 1)
-    geometry = Geometry((group,), num_layers, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, 4)
-    pool = KvPool(geometry, 2 + sum(pages), torch.float32, _CPU)
+    geometry = Geometry(
+        (group,), num_layers, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, kv_dtype.itemsize
+    )
+    pool = KvPool(geometry, 2 + sum(pages), kv_dtype, _CPU)
     pool.memory.uniform_(-1, 1)
     blocks = 2 + np.random.default_rng(0).permutation(sum(pages)).astype(np.int32)
     table_start = np.cumsum([0, *pages], dtype=np.int32)
@@ -195,6 +200,22 @@ def decode(
     )
 
 
+def narrow_pool(num_rows: int, num_tokens: int, num_queries: int = 1, turns: int = 7) -> str:
+    """A pool of float16 beside one of float32, of the same requests."""
+    kernel, shapes = CpuBackend(kernel_library()), [(num_queries, num_tokens)] * num_rows
+    num_layers = NUM_LAYERS if num_queries == 1 else 6
+    contestants = {
+        str(dtype): one_step(step_context(kernel, shapes, num_layers, dtype), kernel)
+        for dtype in (torch.float32, torch.float16)
+    }
+    wide, narrow = (statistics.median(of) for of in in_turns(contestants, turns).values())
+    return (
+        f"attention, {num_queries} of {num_tokens} x {num_rows}, per layer: keys and values of "
+        f"float32 {wide * 1000 / num_layers:.2f} ms, of float16 {narrow * 1000 / num_layers:.2f} "
+        f"ms (ratio {wide / narrow:.2f})"
+    )
+
+
 def chunk(num_queries: int, num_tokens: int, turns: int = 5) -> str:
     """One request's chunk in the kernel and by gather + SDPA, over a few layers."""
     kernel, reference = CpuBackend(kernel_library()), ReferenceBackend()
@@ -216,6 +237,8 @@ def main() -> None:
     print(decode(1, 2048))
     for shape in ((32, 512), (128, 512), (256, 1500), (512, 512)):
         print(chunk(*shape))
+    for rows, tokens, queries in ((64, 160, 1), (64, 96, 1), (20, 160, 1), (1, 512, 512)):
+        print(narrow_pool(rows, tokens, queries))
 
 
 if __name__ == "__main__":

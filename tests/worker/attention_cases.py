@@ -34,7 +34,7 @@ class Case:
     query: torch.Tensor  # [T, H, D]
     key: torch.Tensor  # [T, Hkv, D] of the query's tokens: written by the step itself
     value: torch.Tensor
-    keys: list[torch.Tensor]  # per request [L, Hkv, D]
+    keys: list[torch.Tensor]  # per request [L, Hkv, D], rounded to what the pool holds
     values: list[torch.Tensor]
     pages: torch.Tensor
     context: StepContext
@@ -95,10 +95,13 @@ def make_case(
     dtype: torch.dtype,
     page_size: int = 8,
     window_tables: bool = False,
+    kv_dtype: torch.dtype | None = None,
     **call: object,
 ) -> Case:
     """Random K and V, written block by block in scattered order; what no request owns is NaN, so
-    that a read beside the tables shows. With window_tables, tables start where the window does."""
+    that a read beside the tables shows. With window_tables, tables start where the window does.
+    The pool holds kv_dtype, by default dtype."""
+    kv_dtype = kv_dtype or dtype
     generator = torch.Generator().manual_seed(1)
     num_kv_heads, num_heads = 2, 2 * grouped
 
@@ -116,13 +119,13 @@ def make_case(
     ]
     group = CacheGroup(FULL_ATTENTION, (0, 1), 0, 1)
     geometry = Geometry(
-        (group,), 2, num_heads, num_kv_heads, head_dim, page_size, itemsize=dtype.itemsize
+        (group,), 2, num_heads, num_kv_heads, head_dim, page_size, itemsize=kv_dtype.itemsize
     )
-    pool = KvPool(geometry, 2 + sum(num_pages), dtype, CPU)
+    pool = KvPool(geometry, 2 + sum(num_pages), kv_dtype, CPU)
     pool.blocks(0).fill_(math.nan)
     _, pages = pool.layer_views(1)
     order = (2 + torch.randperm(sum(num_pages), generator=generator)).tolist()
-    keys, values, tables, slots = [], [], [], []
+    keys, values, new, tables, slots = [], [], [], [], []
     for (q, length), first, count in zip(shapes, first_positions, num_pages, strict=True):
         table, order = order[:count], order[count:]
         k, v = draw(length, num_kv_heads, head_dim), draw(length, num_kv_heads, head_dim)
@@ -133,8 +136,9 @@ def make_case(
                 continue
             pages[block, 0, :, place] = k[position]
             pages[block, 1, :, place] = v[position]
-        keys.append(k)
-        values.append(v)
+        keys.append(k.to(kv_dtype))
+        values.append(v.to(kv_dtype))
+        new.append((k[length - q :], v[length - q :]))
         tables.append(table)
     query_start_loc = np.cumsum([0, *(q for q, _ in shapes)], dtype=np.int32)
     table_start = np.cumsum([0, *num_pages], dtype=np.int32)
@@ -174,11 +178,10 @@ def make_case(
         longest_query=max(q for q, _ in shapes),
         on_host=on_host,
     )
-    queries = [q for q, _ in shapes]
     return Case(
         query=draw(int(query_start_loc[-1]), num_heads, head_dim),
-        key=torch.cat([k[len(k) - q :] for k, q in zip(keys, queries, strict=True)]),
-        value=torch.cat([v[len(v) - q :] for v, q in zip(values, queries, strict=True)]),
+        key=torch.cat([k for k, _ in new]),
+        value=torch.cat([v for _, v in new]),
         keys=keys,
         values=values,
         pages=pages,

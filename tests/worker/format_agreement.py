@@ -2,8 +2,9 @@
 
 `python -m tests.worker.format_agreement [--formats int8 float16]`. Prompts of mixed.jsonl, each
 with the tokens that float32 goes on with: every format computes the same tokens, through the
-worker's own step, and the distributions behind each of them are compared. Errors do not add up
-over an answer, as they would if each format went on with its own tokens.
+worker's own step, and the distributions behind each of them are compared. Keys and values are
+stored as each format has them by default (`kv_cache_dtype` auto). Errors do not add up over an
+answer, as they would if each format went on with its own tokens.
 """
 
 from __future__ import annotations

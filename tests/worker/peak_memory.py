@@ -71,6 +71,7 @@ def _load(config: PreTrainedConfig, configure: link_pb2.Configure) -> LoadedMode
         vocab_size=config.vocab_size,
         max_model_len=1024,
         dtype=torch.float32,
+        kv_dtype=torch.float32,
         device=torch.device("cpu"),
         geometry=geometry_of(config, configure.page_size, 4),
     )

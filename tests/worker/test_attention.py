@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,45 @@ def test_other_dtypes(kernel, dtype):
             assert (out - expected).abs().max() < TOLERANCE[dtype], backend.name
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        (torch.float32, torch.float16),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.float32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("page_size", [8, 16])
+def test_pools_of_another_dtype(kernel, dtype, kv_dtype, page_size):
+    """kv_cache_dtype: what a step writes is rounded to the pool's dtype, nothing else is."""
+    for backend in (kernel, ReferenceBackend()):
+        for call in (CALLS["plain"], CALLS["all"]):
+            case = make_case(SHAPES, 3, 64, dtype, page_size, kv_dtype=kv_dtype, **call)
+            out = attend(backend, case)
+            assert out.dtype == dtype
+            assert (out - by_hand(case)).abs().max() < TOLERANCE[dtype], backend.name
+
+
+@pytest.mark.parametrize("page_size", [5, 16, 64])
+@pytest.mark.parametrize(("grouped", "head_dim"), [(1, 64), (3, 64), (4, 128), (3, 20)])
+def test_a_narrow_pool_has_the_bits_of_a_wide_one(kernel, grouped, head_dim, page_size):
+    """Reading float16 as it lies, or converted first where pages or heads do not allow that, must
+    round nothing and keep the order of every sum: bits are those of rounded keys and values."""
+    for call in (CALLS["plain"], CALLS["window over key blocks"]):
+        narrow = make_case(
+            SHAPES, grouped, head_dim, torch.float32, page_size, kv_dtype=torch.float16, **call
+        )
+        wide = replace(
+            narrow,
+            pages=narrow.pages.float(),
+            key=narrow.key.half().float(),
+            value=narrow.value.half().float(),
+        )
+        assert torch.equal(attend(kernel, narrow), attend(kernel, wide))
+
+
 @pytest.mark.parametrize("page_size", [1, 5, 16, 128])
 def test_page_sizes(kernel, page_size):
     """Pages smaller than, larger than and across the kernel's blocks of keys."""
@@ -75,10 +115,13 @@ def test_tables_that_start_with_the_window(kernel):
         assert (attend(backend, case) - expected).abs().max() < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("page_size", [8, 16])
 @pytest.mark.parametrize("call", [CALLS["plain"], CALLS["all"]], ids=["plain", "all"])
-def test_kernel_bits_do_not_depend_on_chunks(kernel, call):
-    """A token computed in a chunk of 29 and one computed alone must agree to the last bit."""
-    case = make_case([(29, 150)], 3, 64, torch.float32, **call)
+def test_kernel_bits_do_not_depend_on_chunks(kernel, call, page_size, kv_dtype):
+    """A token computed in a chunk of 29 and one computed alone must agree to the last bit, be
+    pages read as they lie or copied first."""
+    case = make_case([(29, 150)], 3, 64, torch.float32, page_size, kv_dtype=kv_dtype, **call)
     whole = attend(kernel, case)
     slots = case.context.groups[0].slot_mapping.tolist()
     for t in range(29):

@@ -9,12 +9,12 @@ import pytest
 
 from tests.worker.format_agreement import agreements
 
-# Of the first prompts of mixed.jsonl and what follows them; a little worse than int8 was with
-# activations of 7 bits everywhere (88.6 %, 0.044); now it is at 96.6 % and 0.003.
+# Of the first prompts of mixed.jsonl and what follows them. With activations of 7 bits everywhere
+# int8 was at 88.6 % and 0.044 nats; now, over float16 keys and values, at 97.9 % and 0.003.
 NUM_PROMPTS: Final = 4
 NUM_GENERATED: Final = 8
-LEAST_SHARE: Final = 0.87  # of tokens whose likeliest successor is float32's
-MOST_DIVERGENCE: Final = 0.05  # nats, mean
+LEAST_SHARE: Final = 0.95  # of tokens whose likeliest successor is float32's
+MOST_DIVERGENCE: Final = 0.01  # nats, mean
 
 
 @pytest.mark.smollm2

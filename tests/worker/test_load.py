@@ -19,7 +19,7 @@ from tests.worker import tiny_models
 from tests.worker.conftest import load
 from worker.attention.interface import ATTENTION_NAME, register
 from worker.geometry import UnsupportedModel, geometry_of
-from worker.load import _max_model_len
+from worker.load import _max_model_len, kv_dtype_of
 from worker.model_check import check_config, check_dense, probe
 
 
@@ -45,13 +45,38 @@ def test_auto_is_float32_on_the_cpu_and_others_are_obeyed(saved):
     assert load(path).dtype == torch.float32
     loaded = load(path, dtype="bfloat16")
     assert loaded.dtype == torch.bfloat16
-    assert loaded.geometry.itemsize == 2
+    assert (loaded.kv_dtype, loaded.geometry.itemsize) == (torch.bfloat16, 2)
     assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "dtype", "device", "weight_format", "stored"),
+    [
+        ("", torch.float32, "cpu", "", torch.float32),
+        ("auto", torch.float32, "cpu", "float32", torch.float32),
+        ("auto", torch.float32, "cpu", "float16", torch.float32),
+        ("auto", torch.float32, "cpu", "int8", torch.float16),
+        ("auto", torch.bfloat16, "cuda", "float32", torch.bfloat16),
+        ("auto", torch.bfloat16, "cpu", "int8", torch.bfloat16),  # int8 is refused later on
+        ("auto", torch.float32, "cuda", "int8", torch.float32),
+        ("float32", torch.float32, "cpu", "int8", torch.float32),
+        ("float16", torch.float32, "cpu", "float32", torch.float16),
+        ("bfloat16", torch.float32, "cpu", "int8", torch.bfloat16),
+        ("float32", torch.float16, "cuda", "float32", torch.float32),
+    ],
+)
+def test_what_keys_and_values_are_stored_in(wanted, dtype, device, weight_format, stored):
+    """Exact answers must not become approximate unasked; int8's already are."""
+    assert kv_dtype_of(wanted, dtype, torch.device(device), weight_format) == stored
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (
+            {"kv_cache_dtype": "fp8"},
+            "kv_cache_dtype is 'fp8'; allowed are auto, float32, float16, bfloat16",
+        ),
         ({"dtype": "int8"}, "dtype is 'int8'; allowed are auto, float32, float16, bfloat16"),
         ({"device": "tpu"}, "device is 'tpu'; allowed are auto, cpu"),
         ({"device": "cuda:99"}, "device is 'cuda:99', but this machine has"),
@@ -64,6 +89,15 @@ def test_bad_settings_name_value_and_limit(saved, settings, message):
     """A person reads these; they must say what was wrong and what is allowed."""
     with pytest.raises(ValueError, match=message):
         load(saved(tiny_models.llama)[0], **settings)
+
+
+def test_the_pool_is_as_narrow_as_asked(saved):
+    """Geometry counts the pool's bytes; weights and arithmetic stay as they are."""
+    loaded = load(saved(tiny_models.llama)[0], kv_cache_dtype="float16")
+    assert (loaded.dtype, loaded.kv_dtype) == (torch.float32, torch.float16)
+    assert loaded.geometry.itemsize == 2
+    served = load(saved(tiny_models.llama)[0], weight_format="int8", deterministic=True)
+    assert served.kv_dtype == torch.float16
 
 
 def test_max_model_len_defaults_to_the_models():

@@ -30,7 +30,7 @@ def test_predicted_bytes_equal_the_tensors(saved, make, num_blocks):
     loaded = load(saved(make)[0])
     settings = configure(num_blocks=num_blocks, cpu_offload_space=0.01)
     plan = plan_memory(loaded, settings, "cpu", free=GIB)
-    pool = KvPool(plan.geometry, plan.num_chunks, loaded.dtype, loaded.device)
+    pool = KvPool(plan.geometry, plan.num_chunks, loaded.kv_dtype, loaded.device)
     swap = SwapPool(pool, plan.num_swap_chunks)
     assert (plan.pool, plan.swap) == (pool.num_bytes, swap.num_bytes)
     assert plan.tokens >= num_blocks * 4
@@ -52,6 +52,18 @@ def test_the_pool_takes_what_is_left(loaded):
         plan = plan_memory(long, settings, attention, free)
         assert plan.swap == space * GIB // plan.geometry.chunk_bytes * plan.geometry.chunk_bytes
         assert 0 <= free // 2 - plan.total < 2 * plan.geometry.chunk_bytes
+
+
+def test_narrower_keys_and_values_double_what_fits(saved, loaded):
+    """Half the bytes and no more tokens would be no gain; what a step computes stays as wide."""
+    halves = load(saved(llama)[0], kv_cache_dtype="float16")
+    wide, narrow = (
+        plan_memory(replace(one, max_model_len=10**6), configure(), "cpu", free=512 * MIB)
+        for one in (loaded, halves)
+    )
+    assert narrow.step == wide.step
+    assert narrow.num_chunks // 2 == wide.num_chunks
+    assert narrow.geometry.chunk_bytes * 2 == wide.geometry.chunk_bytes
 
 
 def test_never_more_than_can_be_used(loaded):

@@ -140,6 +140,7 @@ def test_float64_reference_equals_transformers_in_float64(saved, served, prompts
         loaded,
         model=loaded.model.double(),
         dtype=torch.float64,
+        kv_dtype=torch.float64,
         geometry=replace(loaded.geometry, itemsize=8),
     )
     sample = GreedySample()

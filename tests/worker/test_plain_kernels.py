@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -21,6 +22,7 @@ from tests.worker.test_weight_storage import OUT, WIDE, of_kind
 from tests.worker.tiny_models import gemma2, llama
 from worker import packed_linear
 from worker.attention.cpu import CpuBackend
+from worker.attention.reference import ReferenceBackend
 from worker.kernels import build
 from worker.kernels.build import kernel_library
 from worker.packed_linear import PackedLinear
@@ -100,14 +102,58 @@ def test_linear_layers_agree(
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_attention_agrees(plain: ctypes.CDLL, dtype: torch.dtype, call: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "head_dim"),
+    [
+        (torch.float32, torch.float32, 20),
+        (torch.float16, torch.float16, 20),
+        (torch.bfloat16, torch.bfloat16, 20),
+        (torch.float32, torch.float16, 32),
+    ],
+    ids=str,
+)
+def test_attention_agrees(
+    plain: ctypes.CDLL,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    head_dim: int,
+    call: dict[str, object],
+) -> None:
     """Decodes, a whole prompt and chunks; heads that end in the middle of a vector."""
     shapes = [(1, 1), (1, 130), (5, 5), (40, 70)]
-    case = make_case(shapes, 3, 20, dtype, **call)
+    case = make_case(shapes, 3, head_dim, dtype, 16, kv_dtype=kv_dtype, **call)
     native, other = (CpuBackend(library) for library in (kernel_library(), plain))
     difference = attend(other, case).double() - attend(native, case).double()
     assert difference.abs().max() < 2 * TOLERANCE[dtype]
+
+
+def test_stored_halves_have_the_same_bits(plain: ctypes.CDLL) -> None:
+    """A pool's float16, from instructions, plain C, and torch: ties to even, subnormals, overflow
+    to infinity, NaN that stays NaN. Heads of 20 numbers are two vectors and four by themselves."""
+    generator = torch.Generator().manual_seed(7)
+    case = make_case([(200, 200)], 1, 20, torch.float32, 16, kv_dtype=torch.float16)
+
+    def floats() -> torch.Tensor:
+        """Half of them near the ends of float16's exponents, or halfway between two halves."""
+        anything = torch.randint(-(2**31), 2**31, case.key.shape, generator=generator)
+        exponent = torch.randint(100, 146, case.key.shape, generator=generator) << 23
+        few_bits = (anything & 0x7FFFFF) >> 11 << 11
+        signs = anything & -(2**31)
+        near = signs | exponent | few_bits
+        return torch.where(anything % 2 == 0, anything, near).int().view(torch.float32)
+
+    case = replace(case, key=floats(), value=floats())
+    stored = []
+    for library in (kernel_library(), plain):
+        case.pages.zero_()
+        attend(CpuBackend(library), case)
+        stored.append(case.pages.clone())
+    assert torch.equal(stored[0].view(torch.int16), stored[1].view(torch.int16))
+    attend(ReferenceBackend(), case)
+    assert torch.equal(stored[0].isnan(), case.pages.isnan())
+    assert stored[0].isnan().any()
+    assert stored[0].isinf().any()
+    assert torch.equal(stored[0].nan_to_num(0), case.pages.nan_to_num(0))
 
 
 @pytest.mark.parametrize("weight_format", ROUNDING_LAYERS)

@@ -140,6 +140,7 @@ def test_ready_tells_what_the_pool_is(saved):
     assert (ready.model_type, ready.architecture) == ("llama", "LlamaForCausalLM")
     assert (ready.vocab_size, ready.max_model_len, ready.page_size) == (211, 50, 4)
     assert (ready.dtype, ready.device, ready.attention) == ("float32", "cpu", "cpu")
+    assert ready.kv_cache_dtype == "float32"
     assert ready.model_path == str(path)
 
 

@@ -52,13 +52,19 @@ def test_interpreted_kernels_are_right_in_every_combination():
 
 
 def compile_kernel(
-    kernel: object, capability: int, dtype: torch.dtype, constants: Mapping[str, object], **options
+    kernel: object,
+    capability: int,
+    dtype: torch.dtype,
+    constants: Mapping[str, object],
+    kv_dtype: torch.dtype | None = None,
+    **options,
 ):
     """As a launch would compile it: tensors of the pool and strides are multiples of 16, plan
-    arrays are not known to be."""
+    arrays are not known to be. The pool holds kv_dtype, by default dtype."""
     pointers = {
         "slot_mapping": "*i64", "partials": "*fp32", "part_scales": "*fp32",
-        **dict.fromkeys(("query", "out", "pages", "sinks", "key", "value"), f"*{NAMES[dtype]}"),
+        **dict.fromkeys(("query", "out", "sinks", "key", "value"), f"*{NAMES[dtype]}"),
+        "pages": f"*{NAMES[kv_dtype or dtype]}",
         **dict.fromkeys((*kernels._TABLES, "starts"), "*i32"),
     }  # fmt: skip
     floats = dict.fromkeys(("scaling", "softcap"), "fp32")
@@ -81,9 +87,12 @@ def compile_kernel(
     return compiled
 
 
-def compile_attend(capability, dtype, head_dim, grouped, rows, *, capped=False, sinks=False):
+def compile_attend(
+    capability, dtype, head_dim, grouped, rows, *, capped=False, sinks=False, kv_dtype=None
+):
     """`rows` as choose_tiles takes them: 1 is a decode."""
-    tiles = launches.choose_tiles(rows, grouped, head_dim, dtype.itemsize)
+    itemsize = max(dtype.itemsize, (kv_dtype or dtype).itemsize)
+    tiles = launches.choose_tiles(rows, grouped, head_dim, itemsize)
     constants = {
         "NUM_KV_HEADS": 8, "GROUPED": grouped, "HEAD_DIM": head_dim, "PAGE_SIZE": 16,
         "SPLIT": 512 if rows == 1 else 0, "CAPPED": capped, "BLOCK_M": tiles.block_m,
@@ -92,7 +101,7 @@ def compile_attend(capability, dtype, head_dim, grouped, rows, *, capped=False, 
     if not sinks:
         constants["sinks"] = None
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    compiled = compile_kernel(kernels.attend, capability, dtype, constants, **options)
+    compiled = compile_kernel(kernels.attend, capability, dtype, constants, kv_dtype, **options)
     ptx = compiled.asm["ptx"]
     assert ".tf32" not in ptx
     if dtype != torch.float32:
@@ -107,6 +116,8 @@ def compile_attend(capability, dtype, head_dim, grouped, rows, *, capped=False, 
         (90, torch.bfloat16, 128, 4, 4096, {}),
         (80, torch.float16, 80, 3, 64, {"capped": True, "sinks": True}),
         (80, torch.float32, 64, 1, 1, {"sinks": True}),
+        (80, torch.float32, 128, 4, 1, {"kv_dtype": torch.float16}),
+        (90, torch.bfloat16, 128, 4, 4096, {"kv_dtype": torch.float16}),
     ],
 )
 def test_attend_compiles(capability, dtype, head_dim, grouped, rows, extras):

@@ -67,6 +67,14 @@ def test_head_sizes_groups_types_and_pages(grouped, head_dim, dtype, page_size):
     check(make_case([(1, 70), (9, 33)], grouped, head_dim, dtype, page_size, **CALLS["all"]))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [(torch.float32, torch.float16), (torch.float16, torch.float32)]
+)
+def test_pools_of_another_dtype(dtype, kv_dtype):
+    """kv_cache_dtype: products are taken in the query's dtype, whatever the pool holds."""
+    check(make_case([(1, 70), (9, 33)], 3, 16, dtype, 16, kv_dtype=kv_dtype, **CALLS["all"]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])

@@ -50,6 +50,7 @@ class CpuBackend:
             v=value.data_ptr(),
             strides=(*key.stride()[:2], *value.stride()[:2]),
             num_tokens=key.shape[0],
+            dtype=_DTYPES[key.dtype],
         )
         asked = c_call(call)
         queries = _Queries(
@@ -57,6 +58,7 @@ class CpuBackend:
             token_stride=query.stride(0),
             head_stride=query.stride(1),
             num_heads=query.shape[1],
+            dtype=_DTYPES[query.dtype],
             out=out.data_ptr(),
             call=asked,
         )
@@ -115,6 +117,7 @@ class _NewKv(ctypes.Structure):  # struct new_kv
         ("v", ctypes.c_void_p),
         ("strides", ctypes.c_int64 * 4),
         ("num_tokens", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
     ]
 
 
@@ -124,6 +127,7 @@ class _Queries(ctypes.Structure):  # struct queries
         ("token_stride", ctypes.c_int64),
         ("head_stride", ctypes.c_int64),
         ("num_heads", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
         ("out", ctypes.c_void_p),
         ("call", CCall),
     ]

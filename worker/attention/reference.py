@@ -51,7 +51,9 @@ class ReferenceBackend:
                 continue
             first = int(group.first_positions[r])
             table = blocks[table_start[r] : table_start[r + 1]]
-            keys, values = gather(pages, table, seq_len - first)
+            keys, values = (
+                found.to(query.dtype) for found in gather(pages, table, seq_len - first)
+            )
             queries = max(1, MOST_SCORES // (query.shape[1] * keys.shape[1]))
             for begin in range(starts[r], starts[r + 1], queries):
                 end = min(begin + queries, starts[r + 1])
@@ -70,12 +72,12 @@ class ReferenceBackend:
 def write(
     key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """Put key and value [T, Hkv, D] into the slots [T]."""
+    """Put key and value [T, Hkv, D] into the slots [T], rounded to what the pages hold."""
     page_size = pages.shape[3]
     blocks = torch.div(slot_mapping, page_size, rounding_mode="floor")
     places = slot_mapping % page_size
-    pages[:, 0][blocks, :, places] = key
-    pages[:, 1][blocks, :, places] = value
+    pages[:, 0][blocks, :, places] = key.to(pages.dtype)
+    pages[:, 1][blocks, :, places] = value.to(pages.dtype)
 
 
 def gather(

@@ -119,8 +119,9 @@ class TritonBackend:
         num_requests = len(context.seq_lens)
         grouped = num_heads // pages.shape[2]
         window = call.sliding_window or _NO_WINDOW
-        short = choose_tiles(1, grouped, head_dim, pages.itemsize)
-        tiles = choose_tiles(context.longest_query * grouped, grouped, head_dim, pages.itemsize)
+        itemsize = max(query.itemsize, pages.itemsize)  # a tile's, as it lies and as it is used
+        short = choose_tiles(1, grouped, head_dim, itemsize)
+        tiles = choose_tiles(context.longest_query * grouped, grouped, head_dim, itemsize)
         most_parts = len(self._workspace) // (num_heads * (head_dim + 2))
         partials = self._workspace[: most_parts * num_heads * head_dim]
         part_scales = self._workspace[len(partials) :]

@@ -7,6 +7,8 @@
 
 /* ---- mirrored by ctypes structures in worker/attention/cpu.py --------------------------- */
 
+/* Each `dtype` is one of vectors.h. A pool may be of another one than new_kv and queries. */
+
 struct kv_layer { /* pages [block][K,V][kv_head][page_size][head_dim] of one layer */
   void *pages;
   int64_t block_stride; /* elements; inner dimensions are contiguous */
@@ -16,7 +18,7 @@ struct kv_layer { /* pages [block][K,V][kv_head][page_size][head_dim] of one lay
 struct new_kv { /* [T][num_kv_heads][head_dim], elements of a head contiguous */
   const void *k, *v;
   int64_t strides[4]; /* token and head of k, token and head of v */
-  int64_t num_tokens;
+  int64_t num_tokens, dtype;
 };
 
 struct call { /* what a layer asks for */
@@ -27,8 +29,8 @@ struct call { /* what a layer asks for */
 
 struct queries {
   const void *q; /* [T][num_heads][head_dim], elements of a head contiguous */
-  int64_t token_stride, head_stride, num_heads;
-  void *out; /* [T][num_heads][head_dim] contiguous */
+  int64_t token_stride, head_stride, num_heads, dtype;
+  void *out; /* [T][num_heads][head_dim] contiguous, of the same dtype */
   struct call call;
 };
 

@@ -6,6 +6,7 @@
  */
 #include "decoder.h"
 #include "paged.h"
+#include "vectors.h"
 
 #include <string.h>
 
@@ -73,12 +74,14 @@ static void run_layer(struct team team, const struct stacked *stacked, const str
       .v = work->qkv + q_width + kv_width,
       .strides = {width, head_dim, width, head_dim},
       .num_tokens = rows,
+      .dtype = FLOAT32,
   };
   const struct queries queries = {
       .q = work->qkv,
       .token_stride = width,
       .head_stride = head_dim,
       .num_heads = layer->num_heads,
+      .dtype = FLOAT32,
       .out = work->attended,
       .call = stacked->call,
   };

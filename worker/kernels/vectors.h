@@ -152,9 +152,9 @@ INLINE float from_float16(uint16_t half) {
   return as_float((wide & 0x80000000u) | as_bits(twice < (1u << 27) ? subnormal : normal));
 }
 
-INLINE uint16_t to_float16(float value) { /* to nearest, ties to even */
+INLINE uint16_t to_float16(float value) { /* to nearest, ties to even; a NaN keeps what fits */
   const uint32_t bits = as_bits(value), twice = bits + bits, sign = bits & 0x80000000u;
-  if (twice > 0xff000000u) return (uint16_t)((sign >> 16) | 0x7e00); /* NaN */
+  if (twice > 0xff000000u) return (uint16_t)((sign >> 16) | 0x7e00 | (bits >> 13 & 0x3ff));
   uint32_t bias = twice & 0xff000000u;
   if (bias < 0x71000000u) bias = 0x71000000u;
   const float scaled = as_float(bits & 0x7fffffffu) * 0x1.0p+112f * 0x1.0p-110f;
@@ -162,29 +162,53 @@ INLINE uint16_t to_float16(float value) { /* to nearest, ties to even */
   return (uint16_t)((sign >> 16) | (((rounded >> 13) & 0x7c00u) + (rounded & 0xfffu)));
 }
 
+#ifdef __F16C__
+#define LOADS_FLOAT16 1 /* as fast as floats */
+#else
+#define LOADS_FLOAT16 0
+#endif
+
+INLINE vec load_float16(const uint16_t *p) {
+#ifdef __F16C__
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#else
+  vec values;
+  for (int i = 0; i < LANES; i++) values[i] = from_float16(p[i]);
+  return values;
+#endif
+}
+
+INLINE void store_float16(uint16_t *p, vec values) { /* the bits of to_float16 */
+#ifdef __F16C__
+  _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < LANES; i++) p[i] = to_float16(values[i]);
+#endif
+}
+
 static void widen(const void *from, float *to, int n, int dtype) {
+  const uint16_t *p = from;
+  int i = 0;
   if (dtype == FLOAT32) {
     memcpy(to, from, sizeof(float) * (size_t)n);
   } else if (dtype == BFLOAT16) {
-    const uint16_t *p = from;
-    for (int i = 0; i < n; i++) to[i] = from_bfloat16(p[i]);
+    for (; i < n; i++) to[i] = from_bfloat16(p[i]);
   } else {
-    const uint16_t *p = from;
-    int i = 0;
-#ifdef __F16C__
-    for (; i + LANES <= n; i += LANES)
-      _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + i))));
-#endif
+#pragma GCC unroll 4
+    for (; i + LANES <= n; i += LANES) store(to + i, load_float16(p + i));
     for (; i < n; i++) to[i] = from_float16(p[i]);
   }
 }
 
 static void narrow(const float *from, void *to, int n, int dtype) {
+  uint16_t *p = to;
+  int i = 0;
   if (dtype == FLOAT32) {
     memcpy(to, from, sizeof(float) * (size_t)n);
   } else if (dtype == BFLOAT16) {
-    for (int i = 0; i < n; i++) ((uint16_t *)to)[i] = to_bfloat16(from[i]);
+    for (; i < n; i++) p[i] = to_bfloat16(from[i]);
   } else {
-    for (int i = 0; i < n; i++) ((uint16_t *)to)[i] = to_float16(from[i]);
+    for (; i + LANES <= n; i += LANES) store_float16(p + i, load(from + i));
+    for (; i < n; i++) p[i] = to_float16(from[i]);
   }
 }
