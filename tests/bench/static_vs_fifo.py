@@ -8,6 +8,7 @@ pieces, and the table be printed from what there is.
     workloads  mixed    tests/workloads/mixed.jsonl: prompts 16-343, outputs 8-256, skewed
                equal    tests/workloads/equal.jsonl: 64 and 64, always
                spread   made up: prompts 16-128, outputs 10-500, skewed
+               answers  the same outputs, prompts 8-32: what they take is nearly all the work
     loads      offline  all requests at once
                poisson  at 0.9 times the requests per second that fifo did offline
     turns      static, fifo, static, fifo …; medians, ratios turn by turn
@@ -35,6 +36,7 @@ WORK = {
     "mixed": ["--workload", str(WORKLOADS / "mixed.jsonl")],
     "equal": ["--workload", str(WORKLOADS / "equal.jsonl")],
     "spread": ["--prompt", "skewed:16-128", "--output", "skewed:10-500", "--requests", "128"],
+    "answers": ["--prompt", "skewed:8-32", "--output", "skewed:10-500", "--requests", "128"],
 }
 LOADS = ("offline", "poisson")
 POISSON_SHARE = 0.9
