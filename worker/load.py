@@ -147,9 +147,9 @@ def kv_dtype_of(
     """What keys and values are stored in, by the setting kv_cache_dtype.
 
     "" and auto: what the model computes in, `dtype`; but float16 beside packed int8 weights
-    (packing.py serves them in float32 on the CPU alone), where answers are approximate by choice:
-    reading float32 keys and values is a large part of a decode step there. Raises ValueError for
-    what is no such dtype.
+    (packing.py serves them in float32 on the CPU alone), where answers are approximate by choice,
+    memory holds twice as many tokens, and reading float32 keys and values would be a large part of
+    a decode step. Raises ValueError for what is no such dtype.
     """
     if wanted in ("", "auto"):
         is_int8 = weight_format == "int8" and (device.type, dtype) == ("cpu", torch.float32)

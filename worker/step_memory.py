@@ -17,7 +17,7 @@ one number of the model's dtype, b = of one number in the pool, E experts of whi
     gathered     L * D * (4 * Hkv * b + 2 * H * (a + 4)) + 16 * min(H * min(M, L) * L, 2^24)
                                                                   `reference` only: one request's
                                                                   K and V, and its scores; K and V
-                                                                  again, 2 * Hkv * a, where the
+                                                                  again, L * D * 2 * Hkv * a, if the
                                                                   pool has another dtype
     inputs       io * (M * (48 + 24 * G) + R * (128 + 8 * pages of all tables))
                                                                   io = 2 sets, and static ones

@@ -235,3 +235,4 @@ def test_tokens_are_the_same_with_narrower_keys_and_values(name: str, tmp_path: 
     assert family.loaded().kv_dtype == torch.float16
     for check in (batched, swap, prefix_hit, run_ahead, reference):
         check(family)
+    family.serve(page_size=16)  # where the C kernel reads them as they lie

@@ -1,9 +1,9 @@
 /* Paged attention on the CPU: the loops of worker/attention/cpu.py.
  *
  * It writes new keys and values into their slots of the pool, then computes causal attention of
- * ragged queries over the pages that the block tables name. All strides are in elements. Queries and
- * the pool may be float32, float16 or bfloat16, each its own: new keys and values are rounded to the
- * pool's type when they are written. Arithmetic is float32.
+ * ragged queries over the pages that the block tables name. All strides are in elements. Queries
+ * and the pool may be float32, float16 or bfloat16, each its own: new keys and values are rounded to
+ * the pool's type when they are written. Arithmetic is float32.
  *
  * The result for a token depends on its query, its position and its keys alone, to the last bit,
  * never on what else is in the batch or on how its prompt was cut into chunks. Three things make it
@@ -122,7 +122,8 @@ static struct block converted(const struct kv_layer *kv, const int32_t *table,
       (const char *)kv->pages + (which * kv->num_kv_heads + head) * kv->page_size * run;
   for (int j = skip, count; j < span; j += count) {
     const int64_t place = base + j - table_position, within = place % kv->page_size;
-    const char *from = pages + table[place / kv->page_size] * kv->block_stride * size + within * run;
+    const int64_t page = table[place / kv->page_size] * kv->block_stride;
+    const char *from = pages + page * size + within * run;
     count = span - j < kv->page_size - within ? span - j : (int)(kv->page_size - within);
     if (dim == kv->head_dim) widen(from, copy + j * dim, count * dim, (int)kv->dtype);
     else

@@ -20,7 +20,7 @@
 struct block { /* keys or values of a block: run c begins at first[c], a row each `stride` bytes */
   const char *first[STREAMS];
   int64_t stride;
-  int dtype;        /* FLOAT32 or FLOAT16 */
+  int dtype;        /* what is computed with is FLOAT32 or FLOAT16 */
   int runs, length; /* how many, and the rows of each */
   int last;         /* rows of the last run */
   int ahead_runs;   /* of what is needed next, fetched meanwhile */
@@ -44,9 +44,15 @@ INLINE vec load_part(const char *row, int d, int dtype) {
 #define BY_THREES(rows, f)                                                                        \
   do {                                                                                            \
     int row = 0;                                                                                  \
-    for (; row + 3 <= (rows); row += 3) f(3, row);                                                \
-    if ((rows) - row == 2) f(2, row);                                                             \
-    if ((rows) - row == 1) f(1, row);                                                             \
+    for (; row + 3 <= (rows); row += 3) {                                                         \
+      f(3, row);                                                                                  \
+    }                                                                                             \
+    if ((rows) - row == 2) {                                                                      \
+      f(2, row);                                                                                  \
+    }                                                                                             \
+    if ((rows) - row == 1) {                                                                      \
+      f(1, row);                                                                                  \
+    }                                                                                             \
   } while (0)
 
 /* scores[r][4 i + c] = q[r] . k[c][i] for `rows` rows and i in [from, to); what is no key gets any
@@ -83,7 +89,7 @@ INLINE void dot_few(int runs, int dtype, const struct block *keys, int from, int
 /* A few keys for all rows, then the next ones: so they are found in the nearest cache. */
 INLINE void dot_rows(int dtype, const struct block *keys, const float *q, int rows, int dim,
                      float *scores) {
-  const int few = rows > 3 ? FEW : RUN;
+  const int few = rows > 3 ? FEW : RUN; /* three are computed at once */
   for (int i = 0; i < keys->length; i += few) {
     const int to = i + few < keys->length ? i + few : keys->length;
     switch (keys->runs) {
@@ -156,7 +162,7 @@ INLINE void mix_rows(int dtype, const struct block *values, const float *weights
   for (int i = 0, to; i < values->length; i = to) {
     const int runs = i < values->last ? values->runs : values->runs - 1;
     const int end = i < values->last ? values->last : values->length;
-    const int few = rows <= 3 ? 4 : FEW;
+    const int few = rows > 3 ? FEW : 4; /* they are read in two passes */
     to = i + few < end ? i + few : end;
     for (int row = i; row < to; row++) fetch_ahead(values, row);
     switch (runs) {

@@ -1,7 +1,7 @@
 /* Vectors of eight floats, an exponential, and the 16-bit formats, for all kernels.
  *
  * Written out with the vector extensions of gcc and clang, so that every sum has one fixed order;
- * x86 intrinsics only where the generic form is slow. Conversions are per element.
+ * x86 intrinsics only where the generic form is slow.
  */
 #pragma once
 #include <stdint.h>
