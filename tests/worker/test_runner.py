@@ -111,7 +111,7 @@ def test_sampling_parameters_reach_the_sampler(served):
 
 
 def test_logits_are_copied_only_where_samples_need_another_order(served):
-    """With 64 requests of a large vocabulary the copy is 3 % of a step, and nobody needs it."""
+    """64 requests of a large vocabulary have megabytes of logits, and nobody needs another copy."""
     it = served(llama)
     given, used = [], []
     it.loaded.model.lm_head.register_forward_hook(
