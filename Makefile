@@ -2,7 +2,7 @@
 #   make demo        set everything up, serve the embedded model, watch answers stream
 #   make test        all tests but the slow ones
 #   make test-slow   the slow ones
-#   make guards      optimised parts against their plain twins: a minute
+#   make guards      optimised parts against their plain twins: five minutes
 #   make bench       every measurement, long; BENCH="--requests 6 --turns 1" for a taste
 #   make lint        ruff and mypy
 #   make format      let ruff repair what it can
@@ -34,7 +34,7 @@ test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow --timeout 3600
 
 guards: $(VENV)/installed
-	$(BIN)/python -m pytest tests/bench/test_core_guards.py tests/bench/test_kernel_guards.py \
+	$(BIN)/python -m pytest tests/bench/test_*_guards.py tests/bench/test_yardstick.py \
 		--benchmark-enable --benchmark-columns=min,median,stddev,rounds
 
 # The short ones first. Each of the long parts is one JSON file in build/bench; what is there is

@@ -111,3 +111,17 @@ def test_no_module_is_named_like_a_library(path: Path) -> None:
     third_party = {"grpc", "google", "numpy", "torch", "zmq", "transformers", "tokenizers", "rich"}
     allowed = {"__init__", "__main__", "tokenizer"}
     assert path.stem in allowed or path.stem not in sys.stdlib_module_names | third_party
+
+
+CLOCKS = {"perf_counter", "perf_counter_ns", "process_time", "thread_time", "monotonic_ns"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=relative)
+def test_no_test_asserts_how_long_something_took(path: Path) -> None:
+    """One that does fails on the first other machine it meets. Optimised parts are compared with
+    their plain twins in turns, in tests/bench, by `make guards`; a deadline may use monotonic."""
+    if path.is_relative_to(ROOT / "tests/bench") or path.is_relative_to(ROOT / "tests/gpu"):
+        return
+    nodes = ast.walk(ast.parse(path.read_text()))
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    assert CLOCKS.isdisjoint(names | {name.rpartition(".")[2] for name in imported(path)})

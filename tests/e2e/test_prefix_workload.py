@@ -55,6 +55,5 @@ def test_a_burst_computes_the_prefix_once(tmp_path: Path, show: Callable[[str], 
     )
     assert no_hits == 0
     assert hits >= 0.95 * (len(shared) - 1) * PREFIX_TOKENS
-    assert shared_seconds <= whole_seconds / 4
     same = sum(a == b for a, b in zip(shared, whole, strict=True))
     assert same >= 0.9 * len(shared), "near ties may differ between batches, answers may not"

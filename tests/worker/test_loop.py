@@ -122,7 +122,7 @@ def test_steps_are_answered_in_order(start: Start, scheduler: FakeScheduler) -> 
     for step_id in (1, 2, 3):
         result = scheduler.receive_result()
         assert (result.step_id, result.token_ids.tolist()) == (step_id, [step_id + 1, 41])
-        assert 0 < result.queue_microseconds < 20e6
+        assert result.queue_microseconds > 0
 
 
 def test_failed_step_is_a_fault_and_plans_wait_for_resume(

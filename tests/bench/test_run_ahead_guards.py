@@ -1,5 +1,8 @@
-"""How long the device waits for the scheduler between two steps: `engine`, link and text are
-real; the worker is another process, whose device only waits (simulated_worker.py)."""
+"""Guards run-ahead: how long the device idles between two steps, with run-ahead and without.
+
+Engine, link and text are real; the worker is another process, whose device only waits
+(simulated_worker.py).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +31,7 @@ STEP_MS = 5.0
 NUM_REQUESTS = 256
 MAX_TOKENS = 200
 NUM_LETTERS = 90  # the first tokens of a byte-level vocabulary: no broken characters
-TRIES = 3  # of which the best counts: others may have wanted the machine's cores
+TURNS = 3
 
 
 def gaps(socket: Path, depth: int) -> np.ndarray:
@@ -80,21 +84,21 @@ def _as_served() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_as_served")
-@pytest.mark.timeout(120)
-def test_the_device_waits_for_the_scheduler(tmp_path: Path, show: Callable[[str], None]) -> None:
+@pytest.mark.timeout(300)
+def test_the_device_waits_less_with_run_ahead(
+    benchmark: Any, tmp_path: Path, show: Callable[[str], None]
+) -> None:
     """Run-ahead that does not run ahead: the device idles while Python thinks."""
-    found = {}
-    for depth in (1, 2):
-        tries: list[np.ndarray] = []
-        while len(tries) < TRIES and (not tries or np.median(tries[-1]) >= 0.05):
-            tries.append(gaps(tmp_path / f"{depth}-{len(tries)}", depth))
-            assert len(tries[-1]) > MAX_TOKENS / 2
-        shares = min(tries, key=np.median)
-        found[depth] = float(np.median(shares))
-        show(
-            f"device idle between steps of {STEP_MS:g} ms, {NUM_REQUESTS} requests, "
-            f"{'with' if depth == 2 else 'without'} run-ahead: median {found[depth]:.1%} of a "
-            f"step, mean {shares.mean():.1%}, worst of ten {np.quantile(shares, 0.9):.1%}"
-        )
-    assert found[2] < 0.05
-    assert found[2] < found[1]
+    if benchmark.disabled:
+        pytest.skip("measures; run by `make guards`")
+    turns = [
+        [float(np.median(gaps(tmp_path / f"{depth}-{turn}", depth))) for depth in (1, 2)]
+        for turn in range(TURNS)
+    ]
+    benchmark.pedantic(lambda: None)  # the figures are those of the worker's own clock
+    without, with_run_ahead = np.median(turns, axis=0)
+    show(
+        f"device idle between steps of {STEP_MS:g} ms, {NUM_REQUESTS} requests: median "
+        f"{without:.1%} of a step without run-ahead, {with_run_ahead:.1%} with it"
+    )
+    assert with_run_ahead < without
