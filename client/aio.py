@@ -26,7 +26,12 @@ from client.answers import (
     Usage,
     with_siblings,
 )
-from client.connection import CHANNEL_OPTIONS, DEFAULT_ADDRESS, READY_POLL_SECONDS
+from client.connection import (
+    DEFAULT_ADDRESS,
+    READY_POLL_SECONDS,
+    READY_SECONDS,
+    channel_options,
+)
 from client.errors import ChairliftError, DeadlineExceeded, Unavailable, from_status
 from client.requests import (
     Chat,
@@ -140,9 +145,9 @@ class AsyncChairlift:
         self.address = address
         self.timeout = timeout
         self._channel = (
-            grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            grpc.aio.insecure_channel(address, options=channel_options(address))
             if credentials is None
-            else grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+            else grpc.aio.secure_channel(address, credentials, options=channel_options(address))
         )
         self._inference: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._admin: Any = admin_pb2_grpc.AdminStub(self._channel)
@@ -310,11 +315,13 @@ class AsyncChairlift:
         return response.blocks_flushed
 
     async def is_ready(self, *, timeout: float | None = None) -> bool:
-        """Whether a request would run now; False also where nobody answers."""
+        """Whether a request would run now; False also where nobody answers within `timeout`, or
+        within five seconds if none is given."""
         try:
-            return (await self.server_info(timeout=timeout)).is_ready
-        except Unavailable:
+            info = await self.server_info(timeout=self._deadline(timeout) or READY_SECONDS)
+        except (Unavailable, DeadlineExceeded):
             return False
+        return info.is_ready
 
     async def wait_ready(
         self,
@@ -346,7 +353,7 @@ class AsyncChairlift:
 
     async def _obstacle(self) -> str | None:
         try:
-            info = await self.server_info(timeout=5.0)
+            info = await self.server_info(timeout=READY_SECONDS)
         except (Unavailable, DeadlineExceeded):
             return "unreachable"
         return None if info.is_ready else f"worker: {info.worker}"

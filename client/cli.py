@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from client import cli_chat, cli_generate, cli_status, demo, launch, serve
+from client import cli_chat, cli_generate, cli_status, demo, launch, serve, terminal
 from client.bench import command as bench
 from client.errors import ChairliftError
 from client.launch import LaunchError
@@ -24,6 +24,7 @@ _PASS_ON: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "scheduler": ("become the scheduler process", lambda rest: launch.become("scheduler", rest)),
     "worker": ("become a worker process", lambda rest: launch.become("worker", rest)),
 }
+_WRONG_USAGE = 2
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
 
@@ -35,12 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given and given[0] in _PASS_ON:
             _, run = _PASS_ON[given[0]]
             return run(given[1:])
+        terminal.prepare()
+        for position, argument in enumerate(given, start=1):
+            if (reason := terminal.why_not_text(argument)) is not None:
+                terminal.complain(f"argument {position}: {reason}")
+                return _WRONG_USAGE
         options = build_parser().parse_args(given)
         code: int = options.run(options)
         sys.stdout.flush()
         return code
     except (ChairliftError, LaunchError) as error:
-        print(f"chairlift: {error}", file=sys.stderr)
+        terminal.complain(error)
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED

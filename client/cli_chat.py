@@ -7,7 +7,7 @@ import contextlib
 import sys
 from typing import Any
 
-from client import cli_options
+from client import cli_options, terminal
 from client.errors import ChairliftError
 from client.requests import ChatMessage, SamplingOptions
 from client.stub import Chairlift
@@ -24,18 +24,20 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message")
     cli_options.add_sampling(parser)
     cli_options.add_server(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=lambda options: run(parser, options))
 
 
-def run(options: argparse.Namespace) -> int:
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    sampling = cli_options.sampling(parser, options)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # line editing and history for input()
 
     with Chairlift(options.address, timeout=options.timeout) as chairlift:
         model = chairlift.model_info(timeout=10).model
         if sys.stdin.isatty():
-            print(f"{model} · Ctrl-C stops an answer, /reset forgets, Ctrl-D leaves")
-        return _converse(chairlift, options.system, cli_options.sampling(options))
+            name = terminal.for_reader(model, sys.stdout)
+            print(f"{name} · Ctrl-C stops an answer, /reset forgets, Ctrl-D leaves")
+        return _converse(chairlift, options.system, sampling)
 
 
 def _converse(chairlift: Chairlift, system: str | None, sampling: SamplingOptions) -> int:
@@ -49,7 +51,9 @@ def _converse(chairlift: Chairlift, system: str | None, sampling: SamplingOption
         except KeyboardInterrupt:  # at the prompt: only the line that was being typed goes
             print("\n(Ctrl-D leaves)")
             continue
-        if line == "/reset":
+        if (reason := terminal.why_not_text(line)) is not None:
+            terminal.complain(f"this line was not sent: {reason}")
+        elif line == "/reset":
             history = list(start)
             print("(forgotten)")
         elif line:
@@ -70,11 +74,11 @@ def _answer(
         with chairlift.generate(history, **sampling) as stream:
             for delta in stream:
                 shown.append(delta.text)  # first: a Ctrl-C may come right after the print
-                print(delta.text, end="", flush=True)
+                print(terminal.for_reader(delta.text, sys.stdout), end="", flush=True)
     except KeyboardInterrupt:
         print(" (stopped)", end="")
     except ChairliftError as error:
-        print(f"chairlift: {error}", file=sys.stderr)
+        terminal.complain(error)
         return None
     print()
     return "".join(shown)

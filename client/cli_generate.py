@@ -6,18 +6,19 @@ import argparse
 import asyncio
 import dataclasses
 import importlib.util
+import io
 import json
 import sys
 from dataclasses import dataclass
 from typing import Any
 
-from client import cli_options
+from client import cli_options, terminal
 from client.aio import AsyncChairlift, AsyncTokenStream
 from client.answers import Answer
 from client.display import Display, Raw, TaggedLines
 from client.errors import ChairliftError
 from client.panels import MAX_PANELS, Panels
-from client.requests import ChatMessage, Prompt, SamplingOptions
+from client.requests import ChatMessage, Prompt, SamplingOptions, generate_request
 
 _DEFAULT_MAX_TOKENS = 256
 
@@ -81,8 +82,13 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.concurrency < 1:
         parser.error(f"--concurrency is {options.concurrency}; allowed: at least 1")
     prompts = read_prompts(parser, options.prompts, options.lines)
+    sampling = cli_options.sampling(parser, options)
+    try:
+        generate_request("", sampling, priority=options.priority, cache_salt=options.cache_salt)
+    except ValueError as error:
+        parser.error(str(error))
     job = Job(
-        sampling=cli_options.sampling(options),
+        sampling=sampling,
         is_chat=options.chat or options.system is not None,
         system=options.system,
         priority=options.priority,
@@ -107,16 +113,25 @@ def read_prompts(
         parser.error("--lines is about standard input; give - as PROMPT")
     prompts: list[str] = []
     for prompt in given:
-        if prompt != "-":
-            prompts.append(prompt)
-        elif is_one_per_line:
-            prompts.extend(line for line in sys.stdin.read().splitlines() if line.strip())
+        if prompt == "-":
+            prompts.extend(_standard_input(parser, is_one_per_line))
         else:
-            # echo's and an editor's last newline is not part of what was meant
-            prompts.append(sys.stdin.read().removesuffix("\n"))
+            prompts.append(prompt)
     if not prompts:
         parser.error("standard input holds no prompt")
     return prompts
+
+
+def _standard_input(parser: argparse.ArgumentParser, is_one_per_line: bool) -> list[str]:
+    if is_one_per_line and isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(newline="\n")  # a lone carriage return does not end a prompt
+    text = sys.stdin.read().removeprefix("\ufeff")  # some editors begin a file with it
+    if (reason := terminal.why_not_text(text)) is not None:
+        parser.error(f"standard input: {reason}; convert it, for example with iconv")
+    if is_one_per_line:
+        return [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
+    # echo's and an editor's last newline is not part of what was meant
+    return [text.removesuffix("\n")]
 
 
 async def _answer_all(
@@ -187,7 +202,7 @@ async def _answer_on_display(
         except ChairliftError as error:
             for lane in lanes if stream.started is not None else lanes[:1]:
                 display.end(lane, f"failed: {error}")
-            print(f"chairlift: prompt {number + 1}: {error}", file=sys.stderr)
+            terminal.complain(f"prompt {number + 1}: {error}")
             return 1
         for index, completion in sorted(stream.completions.items()):
             tokens = completion.usage.completion_tokens
@@ -203,7 +218,7 @@ async def _answer_as_json(
             answers = await _start(chairlift, prompt, job).answers()
         except ChairliftError as error:
             _print_json({"prompt_index": number, "error": str(error), "status": error.status.name})
-            print(f"chairlift: prompt {number + 1}: {error}", file=sys.stderr)
+            terminal.complain(f"prompt {number + 1}: {error}")
             return 1
     for answer in answers:
         _print_json({"prompt_index": number, "prompt": prompt, **as_json(answer)})
@@ -229,4 +244,5 @@ def as_json(answer: Answer) -> dict[str, Any]:
 
 
 def _print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value, ensure_ascii=False), flush=True)
+    text = json.dumps(value, ensure_ascii=not (sys.stdout.encoding or "").lower().startswith("utf"))
+    print(terminal.for_reader(text, sys.stdout), flush=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 
 from client.connection import DEFAULT_ADDRESS
-from client.requests import SamplingOptions
+from client.requests import SamplingOptions, sampling_params
+
+_MAX_SECONDS = 1e9  # more than gRPC can count
 
 _ONE_ANSWER: tuple[tuple[str, type, str], ...] = (
     ("temperature", float, "0 = always the most probable token"),
@@ -31,7 +33,9 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="default: %(default)s"
     )
-    group.add_argument("--timeout", type=float, metavar="SECONDS", help="deadline of each request")
+    group.add_argument(
+        "--timeout", type=_seconds, metavar="SECONDS", help="deadline of each request"
+    )
 
 
 def add_sampling(
@@ -53,8 +57,22 @@ def add_sampling(
     )
 
 
-def sampling(options: argparse.Namespace) -> SamplingOptions:
-    """What was given of it."""
+def sampling(parser: argparse.ArgumentParser, options: argparse.Namespace) -> SamplingOptions:
+    """What was given of it; ends the program where no request could carry it."""
     names = [name for name, _, _ in _SAMPLING] + ["stop", "ignore_eos"]
     given = {name: getattr(options, name, None) for name in names}
-    return {name: value for name, value in given.items() if value is not None}  # type: ignore[return-value]
+    chosen: SamplingOptions = {name: value for name, value in given.items() if value is not None}  # type: ignore[assignment]
+    try:
+        sampling_params(chosen)
+    except ValueError as error:
+        parser.error(str(error))
+    return chosen
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= _MAX_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a number of seconds above 0 and up to {_MAX_SECONDS:g}"
+        )
+    return seconds

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from client import cli_options
+from client import cli_options, terminal
 from client.errors import ChairliftError, Unreachable
 from client.stub import Chairlift
 from protos import admin_pb2, inference_pb2
@@ -48,7 +49,8 @@ def run(options: argparse.Namespace) -> int:
         }
         print(json.dumps({name: _as_dict(part) for name, part in parts.items()}, indent=2))
     else:
-        print(report(options.address, server, model, cache, live))
+        text = report(options.address, server, model, cache, live)
+        print(terminal.for_reader(text, sys.stdout))
     return 0 if server.is_ready else 1
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,6 +18,7 @@ from client.display import Display, shortened
 from client.errors import ChairliftError
 from client.local_server import LocalServer
 from client.requests import ChatMessage
+from client.terminal import complain
 
 _AT_ONCE: Final = 3
 _PROMPTS: Final = (  # (what is asked, max_tokens)
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         spans = asyncio.run(_stream_all(server))
     except ChairliftError as error:
-        print(f"chairlift: {error}", file=sys.stderr)
+        complain(error)
         spans = []
     finally:
         code = server.stop()
@@ -72,9 +72,9 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join(timeline(spans)))
     failed = [span.title for span in spans if not span.is_good]
     for title in failed:
-        print(f"chairlift: no complete answer to {title!r}", file=sys.stderr)
+        complain(f"no complete answer to {title!r}")
     if code != 0:
-        print(f"chairlift: the server ended with exit code {code}", file=sys.stderr)
+        complain(f"the server ended with exit code {code}")
     if not spans or failed or code != 0:
         return 1
     print("Stopped cleanly. Now yours: `chairlift serve`, then `chairlift chat`.")

@@ -9,6 +9,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Protocol, Self, TextIO
 
+from client.terminal import for_reader
+
 _WIDTH = 88  # a line longer than this is broken at a space, so that a long one does not look stuck
 
 
@@ -34,7 +36,7 @@ class Display(Protocol):
 
 
 class Raw:
-    """One lane, as it is: text and nothing else."""
+    """One lane: text and nothing else."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -54,7 +56,7 @@ class Raw:
 
     def delta(self, lane: str, text: str) -> None:
         if text:
-            self._out.write(text)
+            self._out.write(for_reader(text, self._out))
             self._out.flush()
             self._last = text[-1]
 
@@ -119,7 +121,7 @@ class TaggedLines:
         return text
 
     def _line(self, lane: str, text: str) -> None:
-        self._out.write(f"[{lane}] {text}".rstrip() + "\n")
+        self._out.write(for_reader(f"[{lane}] {text}".rstrip(), self._out) + "\n")
         self._out.flush()
 
 

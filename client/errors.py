@@ -105,6 +105,7 @@ _NO_CONNECTION = (
     "DNS resolution failed",
     "errors resolving",
 )
+_DEADLINE_PASSED = ("Deadline Exceeded", "Stream removed (Deadline Exceeded)")
 _CONNECTION_BROKE = ("Socket closed", "Stream removed", "Connection reset", "recvmsg")
 
 
@@ -118,9 +119,11 @@ def from_status(
             f"another address ({details})",
             status,
         )
+    if status is grpc.StatusCode.RESOURCE_EXHAUSTED and "metadata size exceeds" in details:
+        return ServerError(f"the server's answer does not fit gRPC's trailers: {details}", status)
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than max" in details:
         return InvalidRequest(f"{details}; the server's max_message_bytes allows no more", status)
-    if "Deadline Exceeded" in details:  # gRPC's words, on this side of the wire
+    if details in _DEADLINE_PASSED:
         status = grpc.StatusCode.DEADLINE_EXCEEDED
         details = "the timeout passed before the answer was complete"
     if details.startswith(_CONNECTION_BROKE):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import signal
 import socket
@@ -15,6 +16,7 @@ from typing import IO, Final
 
 from client import launch
 from client.aio import AsyncChairlift
+from client.terminal import complain
 
 _READY_SECONDS: Final = 600.0
 _STOP_SECONDS: Final = 60.0
@@ -25,14 +27,17 @@ class LocalServer:
     """Started when made; `stop` must be called."""
 
     def __init__(self, options: Sequence[str], output: IO[bytes] | None = None) -> None:
-        """`options` are the scheduler's; `output` takes what is printed, None: this terminal."""
-        self.port = _free_port()
-        self.address = f"127.0.0.1:{self.port}"
+        """`options` are the scheduler's; `output` takes what is printed, None: this terminal.
+
+        A --host or --port among them is where the server listens and is waited for.
+        """
+        host, port, others = _endpoint(options)
+        self.address = f"{_reachable(host)}:{port}"
         self._process: subprocess.Popen[bytes] = launch.start(
             [
                 *(sys.executable, "-P", "-m", "client", "serve"),
-                *("--host", "127.0.0.1", "--port", str(self.port)),
-                *options,
+                *("--host", host, "--port", port),
+                *others,
             ],
             output,
         )
@@ -51,7 +56,7 @@ class LocalServer:
             await asyncio.wait([waiting], timeout=0.5)
             is_hopeless = seen.count("worker: loading") > _LOADS
             if is_hopeless:
-                print("chairlift: the worker dies while loading", file=sys.stderr)
+                complain("the worker dies while loading")
             if is_hopeless or self._process.poll() is not None:
                 waiting.cancel()
                 return False
@@ -65,9 +70,26 @@ class LocalServer:
         try:
             return self._process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            print(f"chairlift: the server did not stop within {_STOP_SECONDS:g} s", file=sys.stderr)
+            complain(f"the server did not stop within {_STOP_SECONDS:g} s")
             self._process.send_signal(signal.SIGINT)  # the second one kills
             return self._process.wait(_STOP_SECONDS) or 1
+
+
+def _endpoint(options: Sequence[str]) -> tuple[str, str, list[str]]:
+    """(host, port, other options); what is not given, or port 0, is chosen here."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", default="0")
+    known, others = parser.parse_known_args(options)
+    port = str(_free_port()) if known.port == "0" else known.port
+    return known.host, port, others
+
+
+def _reachable(host: str) -> str:
+    """Where a client finds a server that listens on `host`."""
+    if host in ("0.0.0.0", "::"):
+        return "127.0.0.1" if host == "0.0.0.0" else "[::1]"
+    return f"[{host}]" if ":" in host else host
 
 
 def _free_port() -> int:

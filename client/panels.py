@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from client.display import shortened
+from client.terminal import harmless
 
 MAX_PANELS = 12  # more do not fit a usual terminal: use lines
 _WIDE = 100  # columns from which two panels stand side by side
@@ -23,7 +24,7 @@ class Panels:
         from rich.live import Live
 
         self._console = Console()
-        self._titles = lanes
+        self._titles = {lane: harmless(title) for lane, title in lanes.items()}
         self._texts = dict.fromkeys(lanes, "")
         self._notes: dict[str, str] = {}
         self._live = Live(
@@ -50,10 +51,10 @@ class Panels:
             self._console.print(Text(f"({note})\n", style="dim"))
 
     def delta(self, lane: str, text: str) -> None:
-        self._texts[lane] += text
+        self._texts[lane] += harmless(text)
 
     def end(self, lane: str, note: str) -> None:
-        self._notes[lane] = note
+        self._notes[lane] = harmless(note)
 
     def _grid(self) -> Any:
         from rich.table import Table

@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypedDict
 
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
 from protos import inference_pb2
 
 
@@ -64,6 +67,13 @@ class SamplingOptions(TypedDict, total=False):
     choice: Sequence[str] | None
 
 
+_BRIEF: Final = 100  # characters of a value that an error quotes
+_INTEGERS: Final = {  # what the integer types of protobuf hold
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+}
 _CONSTRAINTS: Final = ("json_schema", "regex", "grammar", "json_object", "choice")
 
 
@@ -77,16 +87,15 @@ def generate_request(
     stream: bool = True,
 ) -> inference_pb2.GenerateRequest:
     """The message of one `generate` call; TypeError or ValueError where it cannot be built."""
-    request = inference_pb2.GenerateRequest(
-        request_id=request_id,
-        priority=priority,
-        cache_salt=cache_salt,
-        sampling=sampling_params(options),
-    )
+    request = inference_pb2.GenerateRequest(sampling=sampling_params(options))
+    _assign_field(request, "request_id", request_id)
+    _assign_field(request, "cache_salt", cache_salt)
+    if priority is not None:
+        _assign_field(request, "priority", priority)
     if not stream:
         request.stream = False
     if isinstance(prompt, str):
-        request.text = prompt
+        _assign_field(request, "text", prompt)
     elif _is_chat(prompt):
         request.chat.CopyFrom(chat_messages(prompt))  # type: ignore[arg-type]
     else:
@@ -101,7 +110,7 @@ def tokenize_request(
     """The message of one `tokenize` call."""
     request = inference_pb2.TokenizeRequest(add_special_tokens=add_special_tokens)
     if isinstance(prompt, str):
-        request.text = prompt
+        _assign_field(request, "text", prompt)
     else:
         request.chat.CopyFrom(chat_messages(prompt))
     return request
@@ -140,7 +149,9 @@ def chat_messages(chat: Chat) -> inference_pb2.ChatMessages:
             )
         if not isinstance(role, str) or not isinstance(content, str):
             raise TypeError(f"chat message {index} is {message!r}; role and content are strings")
-        messages.messages.add(role=role, content=content)
+        added = messages.messages.add()
+        _assign_field(added, "role", role)
+        _assign_field(added, "content", content)
     return messages
 
 
@@ -163,12 +174,33 @@ def _set(params: inference_pb2.SamplingParams, name: str, value: Any) -> None:
     elif name == "logit_bias":
         _assign(name, params.logit_bias.update, value)
     else:
-        _assign(name, lambda given: setattr(params, name, given), value)
+        _assign_field(params, name, value)
 
 
-def _assign(name: str, assign: Any, value: Any) -> None:
-    """protobuf's own messages do not say which argument they are about."""
+def _assign_field(message: Message, name: str, value: Any) -> None:
+    field = message.DESCRIPTOR.fields_by_name[name]
+    _assign(name, lambda given: setattr(message, name, given), value, field.cpp_type)
+
+
+def _assign(name: str, assign: Any, value: Any, cpp_type: int | None = None) -> None:
+    """protobuf's own messages do not say which argument they are about, nor what is allowed."""
     try:
         assign(value)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{name} is {value!r}: {error}") from None
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} is {_brief(value)}: character {error.start} is half a surrogate pair; "
+            "allowed: text that UTF-8 can hold"
+        ) from None
+    except ValueError as error:
+        limits = _INTEGERS.get(cpp_type) if cpp_type is not None else None
+        if limits is not None:
+            allowed = f"allowed: an integer from {limits[0]} to {limits[1]}"
+            raise ValueError(f"{name} is {_brief(value)}; {allowed}") from None
+        raise ValueError(f"{name} is {_brief(value)}: {error}") from None
+    except TypeError as error:
+        raise TypeError(f"{name} is {_brief(value)}: {error}") from None
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _BRIEF else f"{text[:_BRIEF]}…"

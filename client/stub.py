@@ -27,7 +27,12 @@ from client.answers import (
     Usage,
     with_siblings,
 )
-from client.connection import CHANNEL_OPTIONS, DEFAULT_ADDRESS, READY_POLL_SECONDS
+from client.connection import (
+    DEFAULT_ADDRESS,
+    READY_POLL_SECONDS,
+    READY_SECONDS,
+    channel_options,
+)
 from client.errors import ChairliftError, DeadlineExceeded, Unavailable, from_status
 from client.requests import (
     Chat,
@@ -134,9 +139,9 @@ class Chairlift:
         self.address = address
         self.timeout = timeout
         self._channel = (
-            grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+            grpc.insecure_channel(address, options=channel_options(address))
             if credentials is None
-            else grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+            else grpc.secure_channel(address, credentials, options=channel_options(address))
         )
         self._inference: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._admin: Any = admin_pb2_grpc.AdminStub(self._channel)
@@ -300,10 +305,11 @@ class Chairlift:
         return response.blocks_flushed
 
     def is_ready(self, *, timeout: float | None = None) -> bool:
-        """Whether a request would run now; False also where nobody answers."""
+        """Whether a request would run now; False also where nobody answers within `timeout`, or
+        within five seconds if none is given."""
         try:
-            return self.server_info(timeout=timeout).is_ready
-        except Unavailable:
+            return self.server_info(timeout=self._deadline(timeout) or READY_SECONDS).is_ready
+        except (Unavailable, DeadlineExceeded):
             return False
 
     def wait_ready(
@@ -322,7 +328,7 @@ class Chairlift:
         while True:
             left = math.inf if deadline is None else max(0.1, deadline - time.monotonic())
             try:
-                info = self.server_info(timeout=min(5.0, left))
+                info = self.server_info(timeout=min(READY_SECONDS, left))
                 if info.is_ready:
                     return
                 waiting_for = f"worker: {info.worker}"

@@ -16,6 +16,7 @@ from client.bench.report_text import comparison, report
 from client.bench.result import NotAResult, read_result
 from client.bench.workload import BadWorkload
 from client.launch import LaunchError
+from client.terminal import complain, for_reader
 
 _DESCRIPTION = """\
 Replays a workload over gRPC against a running server, or against one of its own (--serve), and
@@ -94,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         return _report(options) if options.report else _measure(options)
     except (BadWorkload, NotAResult, OSError) as error:
-        print(f"chairlift: {error}", file=sys.stderr)
+        complain(error)
         return 1
 
 
@@ -104,10 +105,11 @@ def _report(options: argparse.Namespace) -> int:
     for result, path in zip(results, options.report, strict=True):
         if labels.count(result.label) > 1:
             result.label = f"{result.label} ({path})"
-    print(report(results[0]) if len(results) == 1 else comparison(results))
+    text = report(results[0]) if len(results) == 1 else comparison(results)
+    print(for_reader(text, sys.stdout))
     if options.html is not None:
         page = result_page(results[0]) if len(results) == 1 else comparison_page(results)
-        options.html.write_text(page)
+        options.html.write_text(page, encoding="utf-8")
     return 0
 
 
@@ -118,11 +120,11 @@ def _measure(options: argparse.Namespace) -> int:
         if path is not None and not path.parent.is_dir():  # better now than after an hour
             raise NotADirectoryError(f"{path} cannot be written: {path.parent} is no folder")
     result = measure(_settings(options))
-    print(report(result), flush=True)
+    print(for_reader(report(result), sys.stdout), flush=True)
     if options.json is not None:
         result.write(options.json)
     if options.html is not None:
-        options.html.write_text(result_page(result))
+        options.html.write_text(result_page(result), encoding="utf-8")
     return int(any(figures.num_failed for figures in result.figures().values()))
 
 

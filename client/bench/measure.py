@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from client.bench.result import Result
 from client.bench.workload import Ask, Synthetic, make_up, read_workload
 from client.launch import LaunchError
 from client.local_server import LocalServer
+from client.terminal import complain
 
 _SYNTHETIC_REQUESTS = 64
 _WARM_UP_TOKENS = 4
@@ -101,7 +101,7 @@ async def _measure(settings: Settings) -> Result:
                     )
                 result.runs.append(run)
                 for system in settings.systems:
-                    _say(f"{SYSTEMS[system]}, turn {turn + 1} of {settings.turns} …")
+                    complain(f"{SYSTEMS[system]}, turn {turn + 1} of {settings.turns} …")
                     run = await asyncio.to_thread(transformers.run, system, turn)
                     result.runs.append(run)
     return result
@@ -114,10 +114,10 @@ async def _server(settings: Settings) -> AsyncIterator[AsyncChairlift]:
         async with AsyncChairlift(settings.address, timeout=settings.timeout) as chairlift:
             yield chairlift
         return
-    _say("starting a server")
+    complain("starting a server")
     with _local_server(settings) as (server, log):
         async with AsyncChairlift(server.address, timeout=settings.timeout) as chairlift:
-            if not await server.is_ready(chairlift, lambda what: _say(f"waiting ({what})")):
+            if not await server.is_ready(chairlift, lambda what: complain(f"waiting ({what})")):
                 raise LaunchError(f"the server did not start. It said:\n{_end_of(log)}")
             yield chairlift
 
@@ -148,7 +148,7 @@ def _transformers(settings: Settings, model_path: str, asks: list[Ask]) -> Itera
     if not settings.systems:
         yield transformers
         return
-    _say("loading transformers")
+    complain("loading transformers")
     with transformers:
         yield transformers
 
@@ -177,7 +177,3 @@ def _facts(message: Any) -> dict[str, Any]:
     return MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-
-
-def _say(text: str) -> None:
-    print(f"chairlift: {text}", file=sys.stderr, flush=True)

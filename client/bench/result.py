@@ -86,13 +86,13 @@ class Result:
             "figures": {name: found.as_dict() for name, found in self.figures().items()},
             "ratios": self.ratios(),
         }
-        path.write_text(json.dumps(content) + "\n")
+        path.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
 def read_result(path: Path) -> Result:
     """Raises NotAResult, or OSError where the file cannot be read."""
     try:
-        kept = json.loads(path.read_text())
+        kept = json.loads(path.read_text(encoding="utf-8"))
         if kept["format"] != FORMAT:
             raise NotAResult(f"{path} has format {kept['format']}; this version reads {FORMAT}")
         names = Result.__dataclass_fields__

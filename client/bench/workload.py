@@ -77,7 +77,7 @@ def read_workload(path: Path) -> list[Ask]:
     Raises BadWorkload, or OSError where the file cannot be read.
     """
     asks: list[Ask] = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -96,7 +96,7 @@ def read_workload(path: Path) -> list[Ask]:
 
 def write_workload(path: Path, asks: list[Ask]) -> None:
     """As `read_workload` reads it."""
-    path.write_text("".join(json.dumps(asdict(ask)) + "\n" for ask in asks))
+    path.write_text("".join(json.dumps(asdict(ask)) + "\n" for ask in asks), encoding="utf-8")
 
 
 def _ask(row: dict[str, Any]) -> Ask:

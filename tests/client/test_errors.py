@@ -5,7 +5,20 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from client.errors import ChairliftError, DeadlineExceeded, Unavailable, Unreachable, from_status
+from client.errors import (
+    ChairliftError,
+    DeadlineExceeded,
+    InvalidRequest,
+    QueueFull,
+    ServerError,
+    Unavailable,
+    Unreachable,
+    from_status,
+)
+
+TRAILERS = (
+    "Stream removed (received metadata size exceeds hard limit (value length 20029 vs. 16384))"
+)
 
 
 @pytest.mark.parametrize(
@@ -17,6 +30,9 @@ from client.errors import ChairliftError, DeadlineExceeded, Unavailable, Unreach
         ("UNAVAILABLE", "Socket closed", Unavailable, "is the server still running?"),
         ("UNAVAILABLE", "errors resolving h:1: [x]", Unreachable, "no Chairlift answers at h:1"),
         ("UNAVAILABLE", "draining: try later", Unavailable, "draining: try later"),
+        ("INVALID_ARGUMENT", "stop[0] is 'Deadline Exceeded'", InvalidRequest, "stop[0] is"),
+        ("RESOURCE_EXHAUSTED", "4 requests wait", QueueFull, "4 requests wait"),
+        ("RESOURCE_EXHAUSTED", TRAILERS, ServerError, "does not fit gRPC's trailers"),
     ],
 )
 def test_transport_errors_say_what_to_do(

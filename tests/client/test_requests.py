@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from client import ChatMessage
-from client.requests import SamplingOptions, generate_request, sampling_params
+from client.requests import Prompt, SamplingOptions, generate_request, sampling_params
 from protos import inference_pb2
 
 
@@ -108,3 +109,22 @@ def test_malformed_chat_messages_are_named(message: dict[str, Any]) -> None:
     """A message in another API's format must not lose its content silently."""
     with pytest.raises(TypeError, match="chat message 1 is"):
         generate_request([{"role": "user", "content": "a"}, message], {})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "sentence"),
+    [
+        ("caf\udce9", {}, "text is 'caf\\udce9': character 3 is half a surrogate pair"),
+        ([ChatMessage("user", "\ud83d")], {}, "content is '\\ud83d': character 0 is half a"),
+        ("x", {"stop": ["\ud83d"]}, "stop is ['\\ud83d']: character 0 is half a surrogate pair"),
+        ("x", {"regex": "\ud83d"}, "regex is '\\ud83d': character 0 is half a surrogate pair"),
+        ("x", {"max_tokens": 2**31}, "max_tokens is 2147483648; allowed: an integer from -21474"),
+        ("x", {"seed": -(10**30)}, "allowed: an integer from"),
+    ],
+)
+def test_a_value_that_no_message_can_carry_is_named(
+    prompt: Prompt, options: SamplingOptions, sentence: str
+) -> None:
+    """protobuf says neither which argument it is about nor what would be allowed."""
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        generate_request(prompt, options)

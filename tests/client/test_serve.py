@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Says that it is up, then does what its variable says; both print to the pipe that the test reads.
 CHILD = """
-import os, pathlib, signal, sys
+import os, pathlib, signal, sys, time
 name = {name!r}
 behaviour = os.environ.get("FAKE_" + name.upper(), "live")
 def say(*words):
@@ -28,12 +28,15 @@ def on_term(*_):
         sys.exit(0)
 signal.signal(signal.SIGTERM, on_term)
 say("up", *sys.argv[1:])
+pathlib.Path(os.environ["FAKE_MARK"] + name).touch()
 if behaviour.startswith("exit"):
     sys.exit(int(behaviour.split()[1]))
 if behaviour == "die once":
     mark = pathlib.Path(os.environ["FAKE_MARK"])
     if not mark.exists():
         mark.touch()
+        while not pathlib.Path(os.environ["FAKE_MARK"] + "scheduler").exists():
+            time.sleep(0.01)  # the test waits for both to be up
         os.kill(os.getpid(), signal.SIGKILL)
 while True:
     signal.pause()
