@@ -19,7 +19,7 @@ from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.engine import Engine
 from scheduler_svc.events import Event, Status
 from scheduler_svc.server import CannotListen, EngineCrashed, serve
-from scheduler_svc.tokenizer import import_ahead
+from scheduler_svc.tokenizer_files import import_ahead
 from scheduler_svc.worker_link import WorkerLink
 
 # Python's own 5 ms is half a step: the engine, which the worker waits for, would stand behind the
