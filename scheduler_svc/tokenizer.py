@@ -10,11 +10,12 @@ incremental text (text.py) or what a request may ask (admission.py).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import decoders
 
 from scheduler_svc.errors import RequestRejected
@@ -24,6 +25,8 @@ from scheduler_svc.tokenizer_files import read_json, read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+log = logging.getLogger(__name__)
 
 
 class Tokenizer:
@@ -41,16 +44,15 @@ class Tokenizer:
         self._rust.no_truncation()
         self._rust.no_padding()
         self._pieces = {skip: Pieces(self.decoder(skip)) for skip in (False, True)}
-        self.has_chat_template = wrapped.chat_template is not None
+        self.has_chat_template = _has_chat_template(wrapped)
         self.eos_token_ids = eos_token_ids(
-            wrapped.eos_token_id,
-            (generation_config if generation_config is not None else model_config) or {},
+            wrapped.eos_token_id, generation_config or {}, model_config or {}
         )
         self.default_sampling = default_sampling(generation_config or {})
 
     @classmethod
     def load(cls, path: str) -> Self:
-        """From a folder or a Hub id; raises OSError or ValueError when there is none to load."""
+        """From a folder or a Hub id. Raises OSError or ValueError for what cannot be read."""
         return cls(
             read_tokenizer(path),
             read_json(path, "generation_config.json"),
@@ -93,3 +95,27 @@ class Tokenizer:
         if not isinstance(self._rust.decoder, decoders.ByteLevel):
             return None
         return self._pieces[skip_special_tokens]
+
+
+def _has_chat_template(wrapped: PreTrainedTokenizerFast) -> bool:
+    """Whether there is one for plain messages, and it is a template. What it makes of them is a
+    matter of each request."""
+    if wrapped.chat_template is None:
+        return False
+    why = None
+    try:
+        template = wrapped.get_chat_template()
+        if not isinstance(template, str):
+            why = f"{template!r} is not a text"
+    except ValueError as error:  # there are only named ones, for other uses
+        why = str(error)
+    if why is None:
+        try:  # compiles it
+            wrapped.apply_chat_template([{"role": "user", "content": "."}], tokenize=False)
+        except TemplateSyntaxError as error:
+            why = f"line {error.lineno}: {error}"
+        except Exception as error:
+            log.debug("the chat template refuses a single message of a user: %s", error)
+    if why is not None:
+        log.warning("the model's chat template cannot be used, so chat is refused: %s", why)
+    return why is None

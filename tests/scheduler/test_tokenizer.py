@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -35,48 +34,39 @@ def test_load_and_back(folder: Path) -> None:
     assert tokenizer.default_sampling == {}
 
 
+def test_a_models_files_are_read(folder: Path) -> None:
+    """EOS and defaults that are found and not used let answers run on, or sample otherwise."""
+    write(folder, "generation_config.json", temperature=0.6, top_k=20, max_length=20)
+    write(folder, "config.json", model_type="llama", eos_token_id=7)
+    tokenizer = Tokenizer.load(str(folder))
+    assert tokenizer.default_sampling == {"temperature": 0.6, "top_k": 20}
+    assert tokenizer.eos_token_ids == (7, 257)
+
+
 @pytest.mark.parametrize(
-    ("generation", "model", "want"),
+    ("template", "want"),
     [
-        (None, None, [257]),
-        ({"eos_token_id": 5}, {"eos_token_id": 7}, [5, 257]),
-        ({"eos_token_id": [5, 257, 6]}, None, [5, 6, 257]),
-        ({}, {"eos_token_id": 7}, [257]),
-        (None, {"eos_token_id": 7}, [7, 257]),
+        ("{{ messages[0].content }}", True),
+        ({"default": "{{ messages[0].content }}", "rag": "{{ documents }}"}, True),
+        ("{{ messages[0].content + 1 }}", True),  # what it makes of a message is no matter here
+        ("{{ raise_exception('a system message must come first') }}", True),
+        ({"rag": "x", "tool_use": "y"}, False),
+        ({}, False),
+        ("{% for message in messages %}", False),
+        ("{{ messages | no_such_filter }}", False),
+        (5, False),
+        (None, False),
     ],
 )
-def test_eos_is_a_list(
-    folder: Path,
-    generation: dict[str, Any] | None,
-    model: dict[str, Any] | None,
-    want: list[int],
+def test_a_template_that_cannot_be_used_is_none(
+    template: Any, want: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A missed EOS lets answers run on into invented turns."""
-    if generation is not None:
-        write(folder, "generation_config.json", **generation)
-    if model is not None:
-        write(folder, "config.json", model_type="llama", **model)
-    assert Tokenizer.load(str(folder)).eos_token_ids == tuple(want)
-
-
-def test_only_stated_defaults_count(folder: Path) -> None:
-    """transformers fills in top_k 50: that is not what the model's makers said."""
-    write(folder, "generation_config.json", temperature=0.6, top_k=20, max_length=20)
-    assert Tokenizer.load(str(folder)).default_sampling == {"temperature": 0.6, "top_k": 20}
-
-
-def test_odd_defaults_are_none() -> None:
-    """Some files say top_k -1 for "off"; unchecked, it would reach the sampler."""
-    odd = {"top_k": -1, "top_p": 0.0, "temperature": None, "min_p": "0.1"}
-    assert Tokenizer(chat(), odd).default_sampling == {}
-
-
-def test_a_default_that_cannot_be_honoured_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Refusing every request of such a model would be worse, saying nothing dishonest."""
-    with caplog.at_level(logging.WARNING):
-        tokenizer = Tokenizer(chat(), {"repetition_penalty": 1.1})
-    assert "repetition_penalty 1.1" in caplog.text
-    assert tokenizer.default_sampling == {}
+    """Clients choose between chat and text by it; each chat would be an internal error."""
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level(), eos_token="<|im_end|>", chat_template=template
+    )
+    assert Tokenizer(wrapped).has_chat_template is want
+    assert ("chat template cannot be used" in caplog.text) is (not want and template is not None)
 
 
 def test_cutting_and_padding_are_off() -> None:
@@ -85,15 +75,6 @@ def test_cutting_and_padding_are_off() -> None:
     wrapped.backend_tokenizer.enable_truncation(3)
     wrapped.backend_tokenizer.enable_padding(length=10)
     assert len(Tokenizer(wrapped).encode("hello")) == 5
-
-
-@pytest.mark.parametrize("content", [None, "{", '{"version": "1.0"}'])
-def test_a_folder_without_a_tokenizer(tmp_path: Path, content: str | None) -> None:
-    """The reason must reach clients and log; an unknown exception would end the loading task."""
-    if content is not None:
-        (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises((OSError, ValueError)):
-        Tokenizer.load(str(tmp_path))
 
 
 def test_decoder_is_decode() -> None:

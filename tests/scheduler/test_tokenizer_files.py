@@ -1,0 +1,138 @@
+"""Files of a model that are missing, broken or of another kind: a sentence for each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.tokenizer_files import read_json, read_tokenizer
+from tests.scheduler.small_tokenizers import chat
+
+ROOT = Path(__file__).resolve().parents[2]
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 2103\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    chat().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("others", [[], ["tokenizer.model"], ["vocab.json"], ["tekken.json"]])
+def test_only_tokenizer_json_is_read(tmp_path: Path, others: list[str]) -> None:
+    """What transformers makes of the others depends on what is installed beside it."""
+    for name in others:
+        (tmp_path / name).write_bytes(b"\x0a\x0e")
+    with pytest.raises(ValueError, match=r"no tokenizer\.json") as error:
+        read_tokenizer(str(tmp_path))
+    if others:
+        assert f"there is {others[0]}, but" in str(error.value)
+        assert "AutoTokenizer.from_pretrained" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (POINTER.encode(), "is a Git LFS pointer.*git lfs pull"),
+        (b"", "is empty"),
+        (b'{"version": "1.0", "model": {"vocab": {"a"', "is not JSON, or was cut off"),
+        (b"[" * 100_000, "is not JSON, or was cut off"),
+        (b"\xff\xfe{}", "is not UTF-8"),
+        (b"[1]", "holds a list; allowed: a JSON object"),
+    ],
+)
+def test_a_broken_file_of_the_tokenizer(folder: Path, name: str, content: bytes, why: str) -> None:
+    """The libraries' own errors name neither the file nor what to do, and are of any type."""
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{name} {why}"):
+        read_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", '{"version": "1.0"}'),
+        ("tokenizer.json", '{"version": "9", "model": 5}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": 5}}'),
+        ("tokenizer_config.json", '{"eos_token": 5}'),
+    ],
+)
+def test_a_tokenizer_of_an_unforeseen_form(folder: Path, name: str, content: str) -> None:
+    """JSON that the libraries do not understand: any exception, panics too, becomes a sentence."""
+    (folder / name).write_text(content)
+    with pytest.raises(ValueError, match=r"cannot be made of tokenizer\.json and tokenizer_config"):
+        read_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (POINTER.encode(), "is a Git LFS pointer"),
+        (b" \n", "is empty"),
+        (b"null", "holds null; allowed: a JSON object"),
+        (b'"x"', "holds a text"),
+        (b"\xff", "is not UTF-8"),
+        (b'{"top_k": 1', "is not JSON, or was cut off"),
+        (b'{"top_k": 1' + b"0" * 5000 + b"}", "is not JSON"),
+        (b" " * (17 << 20), r"has 17825792 bytes; allowed: up to"),
+    ],
+)
+def test_a_broken_configuration(folder: Path, name: str, content: bytes, why: str) -> None:
+    """Taken as missing, the model would be served with other defaults than its makers state."""
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{name} {why}"):
+        Tokenizer.load(str(folder))
+
+
+def test_a_byte_order_mark_is_none_of_the_content(folder: Path) -> None:
+    """Editors on Windows write one."""
+    (folder / "generation_config.json").write_bytes(b'\xef\xbb\xbf{"top_k": 5}')
+    assert read_json(str(folder), "generation_config.json") == {"top_k": 5}
+    assert read_json(str(folder), "config.json") is None
+
+
+def test_code_that_comes_with_a_model_is_not_run(folder: Path) -> None:
+    """Nor may anybody be asked about it: a service has nobody who answers."""
+    (folder / "evil.py").write_text("raise SystemExit('code of the model was run')")
+    for name in ("config.json", "tokenizer_config.json"):
+        (folder / name).write_text(
+            '{"model_type": "evil", "tokenizer_class": "Evil", "eos_token": "<|im_end|>", '
+            '"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoConfig": "evil.E"}}'
+        )
+    assert Tokenizer.load(str(folder)).eos_token_ids == (257,)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.3])
+def test_a_tokenizer_may_be_asked_for_while_imports_run(folder: Path, delay: float) -> None:
+    """A worker that still holds its model answers a restarted scheduler at once: transformers is
+    then being imported, and half a module must not reach who reads the tokenizer."""
+    code = f"""
+import time
+from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.tokenizer_files import import_ahead
+import_ahead()
+time.sleep({delay})
+Tokenizer.load({str(folder)!r})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=ROOT)
+
+
+def test_a_process_that_ends_does_not_wait_for_imports() -> None:
+    """Nor does it show their traceback: whoever mistyped the port would seek the cause in it."""
+    code = """
+import sys
+from scheduler_svc.tokenizer_files import import_ahead
+import_ahead()
+print("no port", file=sys.stderr)
+sys.exit(2)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert (done.returncode, done.stderr) == (2, "no port\n")
