@@ -332,7 +332,7 @@ class AsyncChairlift:
 
         A server that has not been started yet is waited for too. `on_change` is told what is
         being waited for, whenever that changes: unreachable, or the worker's state (none,
-        connecting, loading).
+        connecting, loading), or why the model cannot be served.
         """
         last = "nothing asked yet"
         try:
@@ -356,7 +356,7 @@ class AsyncChairlift:
             info = await self.server_info(timeout=READY_SECONDS)
         except (Unavailable, DeadlineExceeded):
             return "unreachable"
-        return None if info.is_ready else f"worker: {info.worker}"
+        return None if info.is_ready else info.error or f"worker: {info.worker}"
 
     async def _call(self, method: Any, request: object, timeout: float | None) -> Any:
         try:

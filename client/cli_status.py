@@ -67,6 +67,8 @@ def report(
         f"Chairlift {server.version} at {address}: {state}, up {duration(server.uptime_seconds)}",
         f"worker    {server.worker}" + (f" on {server.device}" if server.device else ""),
     ]
+    if server.error:
+        lines.append(f"error     {server.error}")
     if model is not None:
         lines.append(
             f"model     {model.model} ({model.architecture}, {model.dtype}), "

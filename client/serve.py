@@ -32,6 +32,8 @@ _LONGEST_PAUSE = 15.0
 _HEALTHY_AFTER = 60.0  # … until one has lived this long
 _KILL_AFTER = 10.0  # seconds that a worker gets to end by itself
 _INTERRUPTED = 130
+# A socket's address has 107 bytes, and /chairlift-abcdefgh/worker is below the place.
+_MAX_PLACE_BYTES: Final = 107 - len("/chairlift-abcdefgh/worker")
 
 _HELP = """\
 usage: chairlift serve [scheduler options]
@@ -50,8 +52,10 @@ def main(arguments: list[str]) -> int:
         return subprocess.run([*scheduler_line, "--help"], check=False).returncode
     with worker_address(arguments) as (address, is_ours):
         own = ["--worker-address", address] if is_ours else []
+        # first, so that whoever wants it otherwise can say so
+        own_first = ["--exit-on-model-error=true"]
         return Supervisor(
-            scheduler=launch.command("scheduler", [*arguments, *own]),
+            scheduler=launch.command("scheduler", [*own_first, *arguments, *own]),
             worker=launch.command("worker", ["--connect", address]),
         ).run()
 
@@ -67,11 +71,31 @@ def worker_address(arguments: Sequence[str]) -> Iterator[tuple[str, bool]]:
     if given is not None:
         yield given, False
         return
-    folder = tempfile.mkdtemp(prefix="chairlift-")
+    folder = _private_folder()
     try:
         yield f"ipc://{folder}/worker", True
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _private_folder() -> str:
+    """A new one, whose name leaves room for a socket's: TMPDIR of a cluster may be too long.
+
+    Raises LaunchError.
+    """
+    places = [os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", "/var/tmp"]
+    with contextlib.suppress(FileNotFoundError):  # where no folder can be written
+        places.insert(0, tempfile.gettempdir())
+    for place in places:
+        if not place or len(os.fsencode(place)) > _MAX_PLACE_BYTES:
+            continue
+        with contextlib.suppress(OSError):
+            return tempfile.mkdtemp(prefix="chairlift-", dir=place)
+    raise launch.LaunchError(
+        f"no folder for the socket between scheduler and worker: {', '.join(filter(None, places))} "
+        f"cannot be written or have more than {_MAX_PLACE_BYTES} bytes; set TMPDIR to another "
+        "one, or --worker-address to ipc://PATH"
+    )
 
 
 def restart_pause(deaths: int) -> float:

@@ -321,7 +321,7 @@ class Chairlift:
 
         A server that has not been started yet is waited for too. `on_change` is told what is
         being waited for, whenever that changes: unreachable, or the worker's state (none,
-        connecting, loading).
+        connecting, loading), or why the model cannot be served.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         last = ""
@@ -331,7 +331,7 @@ class Chairlift:
                 info = self.server_info(timeout=min(READY_SECONDS, left))
                 if info.is_ready:
                     return
-                waiting_for = f"worker: {info.worker}"
+                waiting_for = info.error or f"worker: {info.worker}"
             except (Unavailable, DeadlineExceeded):
                 waiting_for = "unreachable"
             if waiting_for != last and on_change is not None:

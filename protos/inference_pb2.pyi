@@ -294,7 +294,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "uptime_seconds", "is_ready", "worker", "device", "requests_running", "requests_waiting", "config")
+    __slots__ = ("version", "uptime_seconds", "is_ready", "worker", "device", "requests_running", "requests_waiting", "config", "error")
     class ConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -310,6 +310,7 @@ class GetServerInfoResponse(_message.Message):
     REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_seconds: float
     is_ready: bool
@@ -318,4 +319,5 @@ class GetServerInfoResponse(_message.Message):
     requests_running: int
     requests_waiting: int
     config: _containers.ScalarMap[str, str]
-    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., is_ready: _Optional[bool] = ..., worker: _Optional[str] = ..., device: _Optional[str] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., config: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    error: str
+    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., is_ready: _Optional[bool] = ..., worker: _Optional[str] = ..., device: _Optional[str] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., config: _Optional[_Mapping[str, str]] = ..., error: _Optional[str] = ...) -> None: ...

@@ -18,9 +18,11 @@ from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.engine import Engine
 from scheduler_svc.events import Event, Status
-from scheduler_svc.server import CannotListen, EngineCrashed, serve
-from scheduler_svc.tokenizer_files import import_ahead
+from scheduler_svc.kubernetes import note_service_links
+from scheduler_svc.server import CannotListen, EngineCrashed, ModelRefused, serve
 from scheduler_svc.worker_link import WorkerLink
+
+log = logging.getLogger(__name__)
 
 # Python's own 5 ms is half a step: the engine, which the worker waits for, would stand behind the
 # thread that writes to clients each time that it has let go of the interpreter. Less than a turn of
@@ -29,7 +31,7 @@ SWITCH_SECONDS: Final = 0.002
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 after a clean stop, 1 after a crash, 2 when it could not start as it was told to."""
+    """0 after a clean stop, 1 after a crash, 2 where a new start would end in the same way."""
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         config = load_config(sys.argv[1:] if arguments is None else arguments, os.environ)
@@ -38,14 +40,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
             stream=sys.stderr,
         )
+        note_service_links(os.environ)
         prepare_worker_address(config.worker_address)
-        import_ahead()
         asyncio.run(serve(config, lambda *callbacks: make_engine(config, *callbacks), views))
-    except (ConfigError, CannotListen, OSError) as error:
+    except (ConfigError, CannotListen, ModelRefused) as error:
         print(f"chairlift scheduler: {error}", file=sys.stderr)
         return 2
     except EngineCrashed as error:
         print(f"chairlift scheduler: {error}; the log tells where", file=sys.stderr)
+        return 1
+    except Exception as error:
+        log.critical("the scheduler ends", exc_info=True)
+        print(f"chairlift scheduler: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
 

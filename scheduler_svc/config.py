@@ -3,8 +3,7 @@
 Sources, the first that has a key wins: command line (`--max-batch-tokens 512`), environment
 (`CHAIRLIFT_MAX_BATCH_TOKENS=512`), TOML file (`max_batch_tokens = 512`; `--config FILE` or
 CHAIRLIFT_CONFIG), default. A wrong or unknown key is an error that names key, value, source and
-what is allowed. Values that belong to the design but not to this version are refused, so that
-nobody believes in a feature that is not there.
+what is allowed.
 
 Owns keys, defaults, limits and their help. Reading the sources is config_sources.py. A worker has
 no settings of its own: `to_configure` is all that it is told.
@@ -20,10 +19,22 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from google.protobuf.descriptor import FieldDescriptor
+
 from protos import link_pb2
 from scheduler_svc.core.policies import POLICIES
 
 MAX_IPC_PATH_BYTES: Final = 107  # what a Unix socket's address holds
+_MAX_COUNT: Final = (1 << 31) - 1
+
+# What a worker is told is a message, whose fields bound the integers in it.
+_MAXIMA: Final = {
+    spec.name: {
+        FieldDescriptor.CPPTYPE_INT32: _MAX_COUNT,
+        FieldDescriptor.CPPTYPE_INT64: (1 << 63) - 1,
+    }.get(spec.cpp_type)
+    for spec in link_pb2.Configure.DESCRIPTOR.fields
+}
 
 
 class ConfigError(ValueError):
@@ -49,13 +60,12 @@ class UnknownKey(ConfigError):
 
 
 class Rule(NamedTuple):
-    """What a key may be. `now` narrows it to what this version has; the rest comes later."""
+    """What a key may be."""
 
     help: str
     minimum: float | None = None
     maximum: float | None = None
     choices: tuple[str, ...] | None = None
-    now: tuple[object, ...] | None = None
 
 
 def setting(default: Any, help: str, **limits: Any) -> Any:
@@ -65,23 +75,38 @@ def setting(default: Any, help: str, **limits: Any) -> Any:
 def default_worker_address() -> str:
     """A socket in a folder that is this user's own (`prepare_worker_address` makes it)."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    folder = (
-        Path(runtime) / "chairlift"
-        if runtime
-        else Path(tempfile.gettempdir()) / f"chairlift-{os.getuid()}"
-    )
-    return f"ipc://{folder}/worker.ipc"
+    own = f"chairlift-{os.getuid()}"
+    folders = [Path(runtime) / "chairlift"] if runtime else []
+    folders += [Path(tempfile.gettempdir()) / own, Path("/tmp") / own]
+    addresses = [f"ipc://{folder}/worker.ipc" for folder in folders]
+    return next(filter(_fits, addresses))  # a cluster's TMPDIR may be longer than that
+
+
+def _fits(address: str) -> bool:
+    """Whether a Unix socket can have an ipc:// address."""
+    return len(os.fsencode(address.removeprefix("ipc://"))) <= MAX_IPC_PATH_BYTES
 
 
 def prepare_worker_address(address: str) -> None:
-    """Makes the folder of an ipc socket, closed to other users. Raises OSError."""
+    """Makes the folder of an ipc socket, closed to other users. Raises ConfigError."""
     scheme, _, path = address.partition("://")
     if scheme != "ipc":
         return
     folder = Path(path).parent
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if address == default_worker_address() and folder.stat().st_uid != os.getuid():
-        raise OSError(f"{folder} belongs to another user; set worker_address")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = folder.stat().st_uid
+    except OSError as error:
+        raise ConfigError(
+            "worker_address", address, str(error), "a socket in a folder that can be made"
+        ) from None
+    if address == default_worker_address() and owner != os.getuid():
+        raise ConfigError(
+            "worker_address",
+            address,
+            f"{folder} belongs to another user",
+            "a socket in a folder of this user",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +143,9 @@ class Config:
     max_model_len: int = setting(
         0, "prompt + output tokens of one request; 0 = the model's own limit", minimum=0
     )
-    num_threads: int = setting(0, "CPU threads of the worker; 0 = torch's choice", minimum=0)
+    num_threads: int = setting(
+        0, "CPU threads of the worker; 0 = torch's choice", minimum=0, maximum=4096
+    )
 
     # The batch
     scheduler_type: str = setting(
@@ -129,13 +156,20 @@ class Config:
     max_batch_tokens: int = setting(
         2048,
         "tokens of one step; 2048 fills a GPU with prefill, yet keeps the step short for the "
-        "decodes beside it",
+        "decodes beside it; at least max_requests_per_batch",
         minimum=1,
+        maximum=1 << 24,
     )
     max_requests_per_batch: int = setting(
-        64, "requests of one step, at most max_batch_tokens", minimum=1
+        64,
+        "requests of one step, at most max_batch_tokens; if only one of the two is set, the other "
+        "one's default follows",
+        minimum=1,
+        maximum=1 << 16,
     )
-    cache_budget: int = setting(0, "KV pages read in one step; 0 = the whole pool", minimum=0)
+    cache_budget: int = setting(
+        0, "KV pages read in one step; 0 = the whole pool", minimum=0, maximum=_MAX_COUNT
+    )
     safety_margin: float | None = setting(
         None,
         "share of the pool below which new prefills wait; unset = by policy ("
@@ -146,7 +180,7 @@ class Config:
     )
 
     # KV memory
-    page_size: int = setting(16, "tokens of one page", minimum=1)
+    page_size: int = setting(16, "tokens of one page", minimum=1, maximum=1 << 16)
     num_blocks: int = setting(
         0, "whole-model blocks of page_size tokens; 0 = as many as memory allows", minimum=0
     )
@@ -191,7 +225,10 @@ class Config:
     )
     worker_address: str = setting("", "ipc:// or tcp:// to bind for workers; empty = ipc, private")
     max_queue_size: int = setting(
-        0, "requests that may wait before new ones are refused; 0 = no limit", minimum=0
+        0,
+        "requests that may wait before new ones are refused; 0 = no limit",
+        minimum=0,
+        maximum=_MAX_COUNT,
     )
     request_timeout: float = setting(
         0.0, "seconds after which a request ends DEADLINE_EXCEEDED; 0 = never", minimum=0.0
@@ -204,11 +241,16 @@ class Config:
     heartbeat_timeout: float = setting(
         10.0, "seconds without a heartbeat until a worker counts as dead", minimum=0.1
     )
+    exit_on_model_error: bool = setting(
+        False,
+        "end with exit code 2 when the model cannot be served, as chairlift serve does; false = "
+        "answer UNAVAILABLE with the reason until a worker comes that can",
+    )
     drain_grace: float = setting(
         30.0, "seconds that running streams get to end after SIGTERM", minimum=0.0
     )
     max_message_bytes: int = setting(
-        64 << 20, "largest gRPC message in either direction", minimum=1024, maximum=(1 << 31) - 1
+        64 << 20, "largest gRPC message in either direction", minimum=1024, maximum=_MAX_COUNT
     )
     log_level: str = setting(
         "info", "least severe line to log", choices=("debug", "info", "warning", "error")
@@ -236,7 +278,7 @@ class Config:
             raise ConfigError(
                 "worker_address", self.worker_address, "", "ipc://PATH or tcp://HOST:PORT"
             )
-        if scheme == "ipc" and len(rest.encode()) > MAX_IPC_PATH_BYTES:
+        if scheme == "ipc" and not _fits(self.worker_address):
             raise ConfigError(
                 "worker_address",
                 self.worker_address,
@@ -256,19 +298,21 @@ class Config:
 
 
 def check(spec: Field[Any], value: object, source: str) -> None:
-    """Raises ConfigError unless `value` is allowed for the key, and there in this version."""
+    """Raises ConfigError unless `value` is allowed for the key."""
     rule: Rule = spec.metadata["rule"]
+    maximum = _maximum(spec)
     is_in_range = not isinstance(value, int | float) or (
-        (rule.minimum is None or value >= rule.minimum)
-        and (rule.maximum is None or value <= rule.maximum)
+        (rule.minimum is None or value >= rule.minimum) and (maximum is None or value <= maximum)
     )
     is_choice = rule.choices is None or value in rule.choices
     if not (_has_type(spec, value) and is_in_range and is_choice):
         raise ConfigError(spec.name, value, source, allowed(spec))
-    if rule.now is not None and value not in rule.now:
-        raise ConfigError(
-            spec.name, value, source, f"{_listed(rule.now)} (the rest comes in a later version)"
-        )
+
+
+def _maximum(spec: Field[Any]) -> float | None:
+    """The key's own, or what a worker can be told."""
+    rule: Rule = spec.metadata["rule"]
+    return _MAXIMA.get(spec.name) if rule.maximum is None else rule.maximum
 
 
 def allowed(spec: Field[Any]) -> str:
@@ -281,10 +325,11 @@ def allowed(spec: Field[Any]) -> str:
         "float": "a number",
         "float | None": "a number",
         "bool": "true or false",
-        "str": "a text",
+        "str": "a text in UTF-8",
     }[str(spec.type)]
-    if rule.minimum is not None and rule.maximum is not None:
-        return f"{noun} from {rule.minimum} to {rule.maximum}"
+    maximum = _maximum(spec)
+    if rule.minimum is not None and maximum is not None:
+        return f"{noun} from {rule.minimum} to {maximum}"
     return noun if rule.minimum is None else f"{noun} of at least {rule.minimum}"
 
 
@@ -299,8 +344,13 @@ def _has_type(spec: Field[Any], value: object) -> bool:
         case "float | None":
             return value is None or isinstance(value, float)
         case _:
-            return isinstance(value, str)
+            return isinstance(value, str) and _is_utf8(value)
 
 
-def _listed(values: tuple[object, ...]) -> str:
-    return ", ".join(str(value).lower() for value in values)
+def _is_utf8(text: str) -> bool:
+    """Whether messages can hold it: a command line may have any bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

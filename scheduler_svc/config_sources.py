@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from scheduler_svc.config import Config, ConfigError, Rule, UnknownKey, allowed, check
+from scheduler_svc.kubernetes import service_links
 
 ENV_PREFIX: Final = "CHAIRLIFT_"
 # Read elsewhere: the model cache of the worker, this file's own, keys of encrypted worker links.
@@ -36,6 +37,7 @@ def load_config(arguments: Sequence[str], environ: Mapping[str, str]) -> Config:
     for key, value, where in itertools.chain(*layers):  # the later wins
         values[key] = value
         sources[key] = where
+    _let_defaults_follow(values)
     try:
         return Config(**values)
     except ConfigError as error:  # one that only shows when all is known
@@ -44,6 +46,15 @@ def load_config(arguments: Sequence[str], environ: Mapping[str, str]) -> Config:
                 error.key, values[error.key], source, str(error).partition("allowed: ")[2]
             ) from None
         raise
+
+
+def _let_defaults_follow(values: dict[str, Any]) -> None:
+    """Where one of two settings that bound each other is set, the other one's default gives way."""
+    rows, tokens = "max_requests_per_batch", "max_batch_tokens"
+    if rows not in values and tokens in values:
+        values[rows] = min(_SPECS[rows].default, values[tokens])
+    elif tokens not in values and rows in values:
+        values[tokens] = max(_SPECS[tokens].default, values[rows])
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -101,8 +112,9 @@ def _from_command_line(options: Mapping[str, str]) -> Iterator[tuple[str, Any, s
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
+    links = service_links(environ)
     for name, text in sorted(environ.items()):
-        if not name.startswith(ENV_PREFIX):
+        if not name.startswith(ENV_PREFIX) or name in links:
             continue
         if name in OTHER_VARIABLES or name.startswith(OTHER_PREFIXES):
             continue

@@ -130,6 +130,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
             device=self._config.device if status.model is None else status.model.device,
             requests_running=status.num_running,
             requests_waiting=status.num_waiting + len(self._streams.waiting_here()),
+            error=self._served.error or "",
             config={spec.name: _shown(getattr(self._config, spec.name)) for spec in fields(Config)},
         )
 

@@ -1,14 +1,17 @@
 """The model that is served: what its worker said about it, and its tokenizer.
 
 Follows the engine's Status. When a worker is ready with a model, its tokenizer is loaded in a
-thread; requests that come before that wait here. A worker that is lost later changes nothing: the
+thread; requests that come before that wait here. Whatever ends the loading is told to them, and the
+next worker that is ready is a reason to try again. A worker that is lost later changes nothing: the
 model stays known, requests queue in the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -50,7 +53,7 @@ class ServedModel:
         self._load = load_tokenizer
         self._num_waiting = 0
         self._model: Model | None = None
-        self._loading: tuple[str, asyncio.Task[None]] | None = None
+        self._loading: str | None = None  # the model's path
         self._load_error: str | None = None
         self._changed = asyncio.Event()  # a new one after each change
 
@@ -104,6 +107,12 @@ class ServedModel:
         while self.is_ready != value:
             await self._changed.wait()
 
+    async def wait_for_error(self) -> str:
+        """Until waiting is of no use; why."""
+        while self.error is None:
+            await self._changed.wait()
+        return self.error
+
     def _update(self, status: Status) -> None:
         old, self.status = self.status, status
         if (old.worker, old.model, old.fatal_error) == (
@@ -119,26 +128,39 @@ class ServedModel:
     def _follow(self, facts: ModelFacts) -> None:
         if self._model is not None and self._model.facts.model_path == facts.model_path:
             self._model = Model(self._name, facts, self._model.tokenizer)
-        elif self._loading is None or self._loading[0] != facts.model_path:
+        elif self._loading != facts.model_path:
             self._model = None
             self._load_error = None
-            task = self._loop.create_task(self._load_tokenizer(facts.model_path))
-            self._loading = (facts.model_path, task)
+            self._loading = facts.model_path
+            # a daemon: a process that is told to stop must not wait for files, or for a network
+            threading.Thread(
+                target=self._load_in_thread,
+                args=(facts.model_path,),
+                name="tokenizer",
+                daemon=True,
+            ).start()
 
-    async def _load_tokenizer(self, path: str) -> None:
-        tokenizer, error = None, None
+    def _load_in_thread(self, path: str) -> None:
+        outcome: Tokenizer | str
         try:
-            tokenizer = await asyncio.to_thread(self._load, path)
-        except (OSError, ValueError) as caught:
-            error = f"the tokenizer of {path} cannot be loaded: {caught}"
-            log.error("%s", error)
-        if self._loading is None or self._loading[0] != path:
+            outcome = self._load(path)
+        except BaseException as error:  # a library's SystemExit and a panic in Rust, too
+            is_told = isinstance(error, OSError | ValueError)
+            what = str(error) if is_told else f"{type(error).__name__}: {error}"
+            outcome = f"the tokenizer and configuration of {path} cannot be loaded: {what}"
+            log.error("%s", outcome, exc_info=None if is_told else error)
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            self._loop.call_soon_threadsafe(self._loaded, path, outcome)
+
+    def _loaded(self, path: str, outcome: Tokenizer | str) -> None:
+        if self._loading != path:
             return  # another model is loading by now
-        self._loading = None  # after an error, the next ready worker is a reason to try again
-        self._load_error = error
+        self._loading = None
         facts = self.status.model
-        if tokenizer is not None and facts is not None:
-            self._model = Model(self._name, facts, tokenizer)
+        if isinstance(outcome, str):
+            self._load_error = outcome
+        elif facts is not None:
+            self._model = Model(self._name, facts, outcome)
         self._announce()
 
     def _announce(self) -> None:

@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from protos import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from scheduler_svc import systemd
+from scheduler_svc import background, systemd
 from scheduler_svc.admin_service import AdminService, Views
 from scheduler_svc.config import Config
 from scheduler_svc.errors import Unavailable
@@ -28,6 +28,7 @@ from scheduler_svc.served_model import ServedModel
 from scheduler_svc.statuses import StatusInterceptor
 from scheduler_svc.streams import LiveStreams
 from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.tokenizer_files import import_ahead
 
 if TYPE_CHECKING:
     from scheduler_svc.engine import Engine
@@ -45,11 +46,16 @@ MakeEngine = Callable[[Callable[[list[Event]], None], Callable[[Status], None]],
 
 
 class CannotListen(Exception):
-    """The address is taken, or not this machine's."""
+    """An address is taken, or not this machine's: the one for clients or the one for workers."""
 
 
 class EngineCrashed(Exception):
-    """An invariant of the scheduler is broken: the process must end, and start anew."""
+    """An invariant of the scheduler is broken, or something that runs beside the calls has died:
+    the process must end, and start anew."""
+
+
+class ModelRefused(Exception):
+    """The model cannot be served, and a new start would not change that."""
 
 
 class Server:
@@ -100,25 +106,38 @@ class Server:
         return len(self._streams)
 
     async def start(self, on_crash: Callable[[BaseException], None]) -> None:
-        """Raises OSError when the engine cannot bind its worker link."""
+        """Raises CannotListen when the engine cannot bind its worker link."""
         await self._health.set("", SERVING)
         await self._health.set(INFERENCE, NOT_SERVING)
-        self._mirror = asyncio.create_task(self._mirror_readiness())
-        self._engine.start(on_crash)
+        self._mirror = background.spawn(self._mirror_readiness(), "mirror of readiness")
+        try:
+            self._engine.start(on_crash)
+        except (OSError, ValueError) as error:  # the address, or a file of keys
+            raise CannotListen(str(error)) from error
         await self._grpc.start()
 
-    async def drain_and_stop(self, hurry: asyncio.Event | None = None) -> None:
+    async def drain_and_stop(
+        self, hurry: asyncio.Event | None = None, why: str | None = None
+    ) -> None:
         """New requests get UNAVAILABLE; running ones have the grace to end, then get it too.
 
-        `hurry` cuts the grace short.
+        `hurry` cuts the grace short; `why` is what new requests are told.
         """
+        try:
+            await self._drain(hurry or asyncio.Event(), why)
+        finally:  # whatever happens, no port and no thread may keep the process
+            try:
+                await self._grpc.stop(STOP_SECONDS)
+            finally:
+                await asyncio.to_thread(self._engine.stop)
+
+    async def _drain(self, hurry: asyncio.Event, why: str | None) -> None:
         if self._mirror is not None:
             self._mirror.cancel()
-        error = Unavailable("the server is draining: try another one, or later")
+        error = Unavailable(why or "the server is draining: try another one, or later")
         self._streams.refuse(error)
         self._streams.fail_waiting(error)
         await self._health.enter_graceful_shutdown()
-        hurry = hurry or asyncio.Event()
         ends: list[asyncio.Task[object]] = [
             asyncio.create_task(self._streams.wait_idle()),
             asyncio.create_task(hurry.wait()),
@@ -127,8 +146,6 @@ class Server:
         for end in ends:
             end.cancel()
         self._streams.fail_all(Unavailable("the server stopped before the answer was complete"))
-        await self._grpc.stop(STOP_SECONDS)
-        await asyncio.to_thread(self._engine.stop)
 
     async def _mirror_readiness(self) -> None:
         is_ready = False
@@ -147,33 +164,51 @@ async def serve(
 ) -> None:
     """Runs until SIGTERM or SIGINT; a second one cuts the grace short.
 
-    Raises CannotListen, OSError (the worker link cannot be bound) or EngineCrashed.
+    Raises CannotListen, EngineCrashed or ModelRefused (with exit_on_model_error). Whatever is
+    raised, nothing that was started still runs.
     """
     stop, hurry = asyncio.Event(), asyncio.Event()
     crashes: list[BaseException] = []
+    refusals: list[str] = []
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
         (hurry if stop.is_set() else stop).set()
 
-    def on_crash(error: BaseException) -> None:  # in the engine's thread
+    def on_crash(error: BaseException) -> None:  # in any thread
         crashes.append(error)
         loop.call_soon_threadsafe(hurry.set)
         loop.call_soon_threadsafe(stop.set)
 
+    async def stop_on_model_error() -> None:
+        refusals.append(await server.served.wait_for_error())
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     server = Server(config, make_engine, views, load_tokenizer)
-    await server.start(on_crash)
-    log.info("listening on %s:%d for clients", config.host, server.port)
-    systemd.notify("READY=1")
-    await stop.wait()
-    systemd.notify("STOPPING=1")
-    if not crashes:
-        log.info("stopping; running streams have %g s to end", config.drain_grace)
-    await server.drain_and_stop(hurry)
+    with background.ends_the_process(on_crash):
+        try:
+            await server.start(on_crash)
+            import_ahead()  # not before: an address that is taken is to be told at once
+            if config.exit_on_model_error:
+                background.spawn(stop_on_model_error(), "end on a model's error")
+            log.info("listening on %s:%d for clients", config.host, server.port)
+            systemd.notify("READY=1")
+            await stop.wait()
+            systemd.notify("STOPPING=1")
+            if not crashes:
+                log.info("stopping; running streams have %g s to end", config.drain_grace)
+        except BaseException:
+            hurry.set()
+            raise
+        finally:
+            await server.drain_and_stop(hurry, next(iter(refusals), None))
     if crashes:
-        raise EngineCrashed(str(crashes[0])) from crashes[0]
+        error = crashes[0]
+        raise EngineCrashed(f"{type(error).__name__}: {error}") from error
+    if refusals:
+        raise ModelRefused(refusals[0])
     log.info("stopped")
 
 

@@ -6,14 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from client import serve
+from client import launch, serve
 
 ROOT = Path(__file__).resolve().parents[2]
+EXIT_ON_ERROR = "--exit-on-model-error=true"  # else a model without a tokenizer is never ready
 
 # Says that it is up, then does what its variable says; both print to the pipe that the test reads.
 CHILD = """
@@ -96,7 +98,10 @@ def run(tmp_path: Path) -> Iterator[Run]:
             **os.environ,
             "PYTHONPATH": f"{tmp_path / 'fakes'}:{ROOT}",
             "FAKE_MARK": str(tmp_path / "mark"),
-            **{f"FAKE_{name.upper()}": behaviour for name, behaviour in behaviours.items()},
+            **{
+                name if name == "TMPDIR" else f"FAKE_{name.upper()}": value
+                for name, value in behaviours.items()
+            },
         }
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "client", "serve", *arguments],
@@ -121,20 +126,20 @@ def test_one_signal_stops_both_in_order(run: Run, how: signal.Signals) -> None:
     """The scheduler drains first: without its worker the running answers could not end."""
     serving = run("--port", "0")
     scheduler, worker = serving.both_up()
-    assert scheduler[:3] == ["--port", "0", "--worker-address"]
-    assert worker == ["--connect", scheduler[3]]
+    assert scheduler[:4] == [EXIT_ON_ERROR, "--port", "0", "--worker-address"]
+    assert worker == ["--connect", scheduler[4]]
     serving.process.send_signal(how)
     told = [line for line in serving.rest() if line.endswith("told to stop")]
     assert told == ["scheduler told to stop", "worker told to stop"]
     assert serving.process.wait(20) == 0
-    assert not Path(scheduler[3].removeprefix("ipc://")).parent.exists()
+    assert not Path(scheduler[4].removeprefix("ipc://")).parent.exists()
 
 
 def test_a_given_worker_address_is_used_by_both(run: Run) -> None:
     """Whoever names an address wants to attach something there."""
     serving = run("--worker-address=tcp://127.0.0.1:5999")
     scheduler, worker = serving.both_up()
-    assert scheduler == ["--worker-address=tcp://127.0.0.1:5999"]
+    assert scheduler == [EXIT_ON_ERROR, "--worker-address=tcp://127.0.0.1:5999"]
     assert worker == ["--connect", "tcp://127.0.0.1:5999"]
 
 
@@ -176,6 +181,31 @@ def test_an_end_of_the_scheduler_ends_the_worker(run: Run, code: int) -> None:
     line = serving.expect("chairlift: the scheduler ended")
     assert line.endswith(f"(exit code {code}); stopping the worker")
     assert serving.process.wait(20) == code
+
+
+def test_a_long_tmpdir_is_no_place_for_the_socket(run: Run, tmp_path: Path) -> None:
+    """A cluster's scratch folder: the address would not fit, and the user has named none."""
+    long = tmp_path / ("x" * 133)
+    long.mkdir()
+    serving = run(TMPDIR=str(long))
+    _, (_, address) = serving.both_up()
+    assert len(address.removeprefix("ipc://")) <= 107
+    serving.process.send_signal(signal.SIGINT)
+    assert serving.process.wait(20) == 0
+
+
+def test_no_place_for_the_socket_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which variable to change, rather than a traceback."""
+
+    def mkdtemp(prefix: str, dir: str) -> str:
+        raise PermissionError(dir)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    with (
+        pytest.raises(launch.LaunchError, match=r"/tmp.* cannot be written.*set TMPDIR"),
+        serve.worker_address([]),
+    ):
+        pass
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")

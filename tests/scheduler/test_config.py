@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
+import tempfile
+from dataclasses import Field, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,7 +63,7 @@ def test_switches(arguments: list[str], want: bool) -> None:
 @pytest.mark.parametrize(
     ("arguments", "environ", "parts"),
     [
-        (["--page-size", "0"], {}, ["page_size is 0", "command line", "at least 1"]),
+        (["--page-size", "0"], {}, ["page_size is 0", "command line", "from 1 to 65536"]),
         (["--page-size", "x"], {}, ["page_size is 'x'", "command line", "an integer"]),
         (["--port", "65536"], {}, ["port is 65536", "from 0 to 65535"]),
         (["--safety-margin", "nan"], {}, ["safety_margin is 'nan'", "a number"]),
@@ -90,16 +92,23 @@ def test_switches(arguments: list[str], want: bool) -> None:
             {},
             ["'lifo'", "fifo, prefill_first, priority, static"],
         ),
-        (["--q-padding-interval-size", "0"], {}, ["q_padding_interval_size is 0", "at least 1"]),
+        (["--q-padding-interval-size", "0"], {}, ["q_padding_interval_size is 0", "from 1 to"]),
         (["--cpu-offload-space", "-1"], {}, ["cpu_offload_space is -1.0", "at least 0"]),
         (["--weight-format", "int4"], {}, ["weight_format is 'int4'", "float32, float16, int8"]),
         (["--kv-cache-dtype", "fp8"], {}, ["kv_cache_dtype is 'fp8'", "auto, float32, float16"]),
         (["--config", "/nowhere.toml"], {}, ["config is '/nowhere.toml'", "No such file"]),
         (
-            ["--max-batch-tokens", "8"],
+            ["--max-batch-tokens", "8", "--max-requests-per-batch", "9"],
             {},
-            ["max_requests_per_batch is 64", "at most max_batch_tokens, which is 8"],
+            ["max_requests_per_batch is 9 (command", "at most max_batch_tokens, which is 8"],
         ),
+        (
+            ["--max-batch-tokens", "8"],
+            {"CHAIRLIFT_MAX_REQUESTS_PER_BATCH": "64"},
+            ["max_requests_per_batch is 64 (environment", "max_batch_tokens, which is 8"],
+        ),
+        (["--model", "caf\udce9"], {}, ["model is 'caf\\udce9'", "a text in UTF-8"]),
+        (["--max-requests-per-batch", "2147483647"], {}, ["from 1 to 65536"]),
         (
             ["--deterministic", "--dtype", "float16"],
             {},
@@ -116,6 +125,38 @@ def test_a_wrong_setting_is_named(
     text = message(*arguments, **environ)
     for part in parts:
         assert part in text, text
+
+
+@pytest.mark.parametrize("spec", fields(Config), ids=lambda spec: spec.name)
+def test_integers_have_a_maximum(spec: Field[Any]) -> None:
+    """A worker is told in fields of 32 and 64 bits: beyond them comes a traceback, no sentence,
+    and before them arrays that no memory holds."""
+    if str(spec.type) != "int":
+        return
+    flag = "--" + spec.name.replace("_", "-")
+    text = message(flag, str(1 << 63))
+    assert f"{spec.name} is {1 << 63} (command line); allowed: an integer from" in text
+    maximum = int(text.rpartition(" ")[2])
+    config = load_config([flag, str(maximum)], {})
+    assert getattr(config, spec.name) == maximum
+    config.to_configure()
+    assert f"allowed: an integer from {spec.metadata['rule'].minimum} to" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "want"),
+    [
+        (["--max-batch-tokens", "32"], (32, 32)),
+        (["--max-batch-tokens", "64"], (64, 64)),
+        (["--max-batch-tokens", "4096"], (4096, 64)),
+        (["--max-requests-per-batch", "4096"], (4096, 4096)),
+        (["--max-requests-per-batch", "8"], (2048, 8)),
+    ],
+)
+def test_a_default_follows_what_is_set(arguments: list[str], want: tuple[int, int]) -> None:
+    """Who sets one value is not to be refused in the name of another that nobody set."""
+    config = load_config(arguments, {})
+    assert (config.max_batch_tokens, config.max_requests_per_batch) == want
 
 
 @pytest.mark.parametrize(
@@ -199,3 +240,25 @@ def test_the_default_socket_is_private(tmp_path: Path, monkeypatch: pytest.Monke
     assert folder.stat().st_mode & 0o777 == 0o700
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert str(os.getuid()) in Config().worker_address
+
+
+@pytest.mark.parametrize("variable", ["XDG_RUNTIME_DIR", "TMPDIR"])
+def test_a_long_folder_is_no_place_for_the_default_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """Clusters have such scratch folders, and nobody who starts there has named a socket."""
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setenv(variable, str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # what is known of TMPDIR
+    address = Config().worker_address
+    assert len(address) <= 107 + len("ipc://")
+    assert str(os.getuid()) in address
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    """An OSError alone does not say which setting it is about."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"worker_address is .*Not a directory"):
+        prepare_worker_address(f"ipc://{tmp_path}/file/below/worker")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +19,8 @@ from tests.scheduler.fake_engine import FACTS
 from tests.scheduler.small_tokenizers import chat
 
 READY = Status("ready", FACTS, None, 0, 0)
+SECONDS = 10.0  # more than anything here takes
+SLOW = threading.Event()  # lets the tokenizer of /slow be loaded
 Make = Callable[..., tuple[ServedModel, list[str]]]
 
 
@@ -29,10 +33,12 @@ async def make() -> Make:
             loaded.append(path)
             if path == "/broken":
                 raise OSError("no tokenizer.json")
+            if path == "/slow":
+                assert SLOW.wait(SECONDS)
             return Tokenizer(chat())
 
         loop = asyncio.get_running_loop()
-        return ServedModel("tiny", loop, load_tokenizer=load, **options), loaded
+        return ServedModel("tiny", loop, **{"load_tokenizer": load, **options}), loaded
 
     return make_one
 
@@ -69,10 +75,12 @@ async def test_another_model_brings_another_tokenizer(make: Make) -> None:
     served, loaded = make()
     served.on_status(READY)
     await served.wait()
-    other = replace(FACTS, model_path="/models/other")
+    SLOW.clear()
+    other = replace(FACTS, model_path="/slow")
     served.on_status(replace(READY, model=other))
     await served.wait_until_ready_is(False)
-    assert (await served.wait()).facts == other
+    SLOW.set()
+    assert (await asyncio.wait_for(served.wait(), SECONDS)).facts == other
     assert loaded == [FACTS.model_path, other.model_path]
 
 
@@ -96,13 +104,61 @@ async def test_a_missing_tokenizer_is_told_and_tried_again(make: Make) -> None:
     broken = replace(FACTS, model_path="/broken")
     waiting = asyncio.create_task(served.wait())
     served.on_status(replace(READY, model=broken))
-    with pytest.raises(Unavailable, match="tokenizer of /broken cannot be loaded"):
+    with pytest.raises(Unavailable, match="configuration of /broken cannot be loaded"):
         await asyncio.wait_for(waiting, 5)
     assert not served.is_ready
     served.on_status(replace(READY, worker="connecting", model=broken))
     served.on_status(READY)
     await served.wait_until_ready_is(True)
     assert loaded[-1] == FACTS.model_path
+
+
+class PanicException(BaseException):
+    """What pyo3 raises for a panic in Rust: no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (TypeError("'<' not supported"), "TypeError: '<' not supported"),
+        (ImportError("cannot import name"), "ImportError: cannot import name"),
+        (MemoryError(), "MemoryError"),
+        (RecursionError("too deep"), "RecursionError: too deep"),
+        (SystemExit("a library gives up"), "SystemExit: a library gives up"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (PanicException("index out of bounds"), "PanicException: index out of bounds"),
+        (asyncio.CancelledError(), "CancelledError"),
+        (StopIteration(1), "StopIteration: 1"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+async def test_whatever_ends_the_loading_is_told(
+    make: Make, error: BaseException, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise the service is never ready, its requests wait for ever, and nobody knows why."""
+    attempts: list[str] = []
+
+    def load(path: str) -> Tokenizer:
+        attempts.append(path)
+        if len(attempts) == 1:
+            raise error
+        return Tokenizer(chat())
+
+    served, _ = make(load_tokenizer=load)
+    waiting = asyncio.create_task(served.wait())
+    with caplog.at_level(logging.ERROR):
+        served.on_status(READY)
+        with pytest.raises(Unavailable, match=told):
+            await asyncio.wait_for(waiting, SECONDS)
+    assert told in (served.error or "")
+    assert told in await asyncio.wait_for(served.wait_for_error(), SECONDS)
+    assert told in caplog.text
+    assert not served.is_ready
+    # the same model of another worker is a reason to try again
+    served.on_status(replace(READY, worker="connecting"))
+    served.on_status(READY)
+    await asyncio.wait_for(served.wait_until_ready_is(True), SECONDS)
+    assert len(attempts) == 2
 
 
 async def test_waiting_has_limits(make: Make) -> None:
