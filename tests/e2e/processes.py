@@ -29,7 +29,7 @@ class Server:
         self.address = f"localhost:{self.port}"
         self.log = log
         self._wait_seconds = wait_seconds
-        self._line = [
+        self.line = [
             sys.executable,
             "-P",
             "-m",
@@ -41,14 +41,14 @@ class Server:
             str(self.port),
         ]
         for name, value in options.items():
-            self._line += [
+            self.line += [
                 f"--{name.replace('_', '-')}",
                 str(value).lower() if isinstance(value, bool) else str(value),
             ]
 
     def __enter__(self) -> Server:
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(self._line, stdout=log, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(self.line, stdout=log, stderr=subprocess.STDOUT)
         try:
             with Chairlift(self.address) as chairlift:
                 chairlift.wait_ready(self._wait_seconds)
