@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EngineCrashed as error:
         print(f"chairlift scheduler: {error}; the log tells where", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # before there is anything to drain
+        return 130
     except Exception as error:
         log.critical("the scheduler ends", exc_info=True)
         print(f"chairlift scheduler: {type(error).__name__}: {error}", file=sys.stderr)

@@ -131,7 +131,7 @@ def _from_file(path: str) -> Iterator[tuple[str, Any, str]]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError("config", path, reason, "a TOML file that can be read") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError("config", path, str(error), "a TOML file") from None
     for key, value in content.items():
         source = f"file {path}"

@@ -109,7 +109,18 @@ def broken(path: str) -> Tokenizer:
     raise ValueError("generation_config.json: top_k is True; allowed: an integer")
 
 
-async def test_a_model_that_cannot_be_served_is_told_everywhere(config: Config) -> None:
+def refuse(engine: FakeEngine, is_fault: bool) -> None:
+    """The worker says that it can never serve this; or it can, and its tokenizer is broken."""
+    if is_fault:
+        engine.become(worker="none", fatal_error="cannot load: top_k is True")
+    else:
+        engine.become_ready()
+
+
+@pytest.mark.parametrize("is_fault", [False, True])
+async def test_a_model_that_cannot_be_served_is_told_everywhere(
+    config: Config, is_fault: bool
+) -> None:
     """To whoever waits, to whoever comes, to operators and to load balancers."""
     engines = Engines()
     server = server_module.Server(config, engines, fake_views(), broken)
@@ -120,7 +131,7 @@ async def test_a_model_that_cannot_be_served_is_told_everywhere(config: Config) 
         early = stub.Generate(pb.GenerateRequest(text="hello"), timeout=SECONDS)
         while not server.num_live:  # noqa: ASYNC110 - the server has no event for it
             await asyncio.sleep(0.005)
-        engines[0].become_ready()
+        refuse(engines[0], is_fault)
         late = stub.Generate(pb.GenerateRequest(text="hello"), timeout=SECONDS)
         for call in (early, late):
             assert await call.code() == grpc.StatusCode.UNAVAILABLE
@@ -128,7 +139,7 @@ async def test_a_model_that_cannot_be_served_is_told_everywhere(config: Config) 
         with pytest.raises(grpc.aio.AioRpcError, match="top_k is True"):
             await stub.GetModelInfo(pb.GetModelInfoRequest())
         info = await stub.GetServerInfo(pb.GetServerInfoRequest())
-        assert (info.is_ready, info.worker) == (False, "ready")
+        assert (info.is_ready, info.worker) == (False, "none" if is_fault else "ready")
         assert "top_k is True" in info.error
         edge = Edge(server, engines[0], channel, stub, None)
         assert await health(edge, INFERENCE) == NOT_SERVING
@@ -140,15 +151,7 @@ async def test_a_model_error_ends_the_process_where_asked(config: Config, is_fau
     """`chairlift serve` would stay "not ready" for ever, with a worker that holds the memory."""
     engines = Engines()
     loop = asyncio.get_running_loop()
-    changes = {"worker": "none", "fatal_error": "top_k is True"}
-
-    def break_it() -> None:
-        if is_fault:
-            engines[0].become(**changes)
-        else:
-            engines[0].become_ready()
-
-    loop.call_later(0.2, break_it)
+    loop.call_later(0.2, lambda: refuse(engines[0], is_fault))
     with pytest.raises(ModelRefused, match="top_k is True"):
         await served(replace(config, exit_on_model_error=True), engines, broken)
     assert not engines[0].is_running

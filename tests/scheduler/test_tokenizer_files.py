@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -136,3 +138,21 @@ sys.exit(2)
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT
     )
     assert (done.returncode, done.stderr) == (2, "no port\n")
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+def test_a_user_without_home_and_name(folder: Path, tmp_path: Path) -> None:
+    """Containers run as a bare number; nothing here may look for a home folder."""
+    code = f"""
+from scheduler_svc.config import Config, prepare_worker_address
+from scheduler_svc.tokenizer import Tokenizer
+prepare_worker_address(Config().worker_address)
+Tokenizer.load({str(folder)!r}).encode("hello")
+"""
+    environ = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path)}
+    as_nobody = ["unshare", "--user", "--map-user=12345"]
+    if subprocess.run([*as_nobody, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("namespaces of users are not allowed here")
+    subprocess.run(
+        [*as_nobody, sys.executable, "-c", code], check=True, timeout=120, cwd=ROOT, env=environ
+    )
