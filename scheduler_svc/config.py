@@ -182,7 +182,10 @@ class Config:
     # KV memory
     page_size: int = setting(16, "tokens of one page", minimum=1, maximum=1 << 16)
     num_blocks: int = setting(
-        0, "whole-model blocks of page_size tokens; 0 = as many as memory allows", minimum=0
+        0,
+        "whole-model blocks of page_size tokens; 0 = as many as memory allows",
+        minimum=0,
+        maximum=_MAX_COUNT,
     )
     max_memory_percent: float = setting(
         0.0,
@@ -198,6 +201,7 @@ class Config:
         0.0,
         "GiB of host memory to swap KV to when the pool is short; 0 = compute it again",
         minimum=0.0,
+        maximum=float(1 << 20),
     )
 
     # How the worker executes

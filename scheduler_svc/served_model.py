@@ -75,7 +75,7 @@ class ServedModel:
     def model(self) -> Model:
         """Raises Unavailable while there is none."""
         if self._model is None:
-            reason = self.error or f"the model is not loaded yet (worker: {self.status.worker})"
+            reason = self.error or f"the model is not loaded yet ({self._obstacle()})"
             raise Unavailable(reason)
         return self._model
 
@@ -95,13 +95,17 @@ class ServedModel:
         except TimeoutError:
             raise Unavailable(
                 f"no worker was ready within {self._wait_seconds:g} s (worker_wait); "
-                f"worker: {self.status.worker}"
+                f"{self._obstacle()}"
             ) from None
         finally:
             self._num_waiting -= 1
         if self.error is not None:
             raise Unavailable(self.error)
         return self.model
+
+    def _obstacle(self) -> str:
+        state = f"worker: {self.status.worker}"
+        return state if self._loading is None else f"{state}, its tokenizer is being read"
 
     async def wait_until_ready_is(self, value: bool) -> None:
         while self.is_ready != value:
@@ -132,6 +136,7 @@ class ServedModel:
             self._model = None
             self._load_error = None
             self._loading = facts.model_path
+            log.info("reading tokenizer and configuration of %s", facts.model_path)
             # a daemon: a process that is told to stop must not wait for files, or for a network
             threading.Thread(
                 target=self._load_in_thread,

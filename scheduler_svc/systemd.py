@@ -19,12 +19,11 @@ def notify(message: str, environ: Mapping[str, str] = os.environ) -> bool:
     address = environ.get("NOTIFY_SOCKET")
     if not address:
         return False
-    if address.startswith("@"):  # Linux's abstract names
-        address = "\0" + address[1:]
+    name = "\0" + address[1:] if address.startswith("@") else address  # Linux's abstract names
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.settimeout(_SECONDS)
-            sock.sendto(message.encode(), address)
+            sock.sendto(message.encode(), name)
     except OSError as error:
         log.warning("%s did not reach NOTIFY_SOCKET %s: %s", message, address, error)
         return False

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -68,9 +69,12 @@ def read_tokenizer(path: str) -> PreTrainedTokenizerFast:
                      "added_tokens.json"):  # fmt: skip
             read_json(path, name, max_bytes=None)  # may say it better
         raise ValueError(
-            "the tokenizer cannot be made of tokenizer.json and tokenizer_config.json "
+            "the tokenizer cannot be made of tokenizer.json and the files beside it "
             f"({type(error).__name__}: {error})"
         ) from error
+    template = wrapped.chat_template
+    if isinstance(template, str) and template.encode().startswith(_LFS_POINTER):
+        raise ValueError(_pointer("chat_template.jinja"))
     return wrapped
 
 
@@ -86,9 +90,16 @@ def _why_no_tokenizer(path: str) -> str:
 
 
 def _find(path: str, name: str) -> Path | None:
+    """Raises ValueError for what is there and is no file: nobody would miss what it should hold."""
     _, cached_file = _transformers()
     found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    if found is None and os.path.lexists(os.path.join(path, name)):
+        raise ValueError(f"{name} is a link to nothing, or no file at all")
     return None if found is None else Path(found)
+
+
+def _pointer(name: str) -> str:
+    return f"{name} is a Git LFS pointer, not the file itself; run: git lfs pull"
 
 
 def read_json(
@@ -106,7 +117,7 @@ def read_json(
         raise ValueError(f"{name} has {size} bytes; allowed: up to {max_bytes}")
     content = found.read_bytes()
     if content.startswith(_LFS_POINTER):
-        raise ValueError(f"{name} is a Git LFS pointer, not the file itself; run: git lfs pull")
+        raise ValueError(_pointer(name))
     if not content.strip():
         raise ValueError(f"{name} is empty; allowed: a JSON object")
     try:

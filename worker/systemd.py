@@ -21,12 +21,11 @@ def notify(*assignments: str) -> None:
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
-    if address.startswith("@"):  # Linux's abstract namespace
-        address = "\0" + address[1:]
+    name = "\0" + address[1:] if address.startswith("@") else address  # Linux's abstract namespace
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as datagram:
             datagram.settimeout(_SECONDS)
-            datagram.sendto("\n".join(assignments).encode(), address)
+            datagram.sendto("\n".join(assignments).encode(), name)
     except OSError as error:
         _warn(address, str(error))
 

@@ -93,7 +93,7 @@ def test_switches(arguments: list[str], want: bool) -> None:
             ["'lifo'", "fifo, prefill_first, priority, static"],
         ),
         (["--q-padding-interval-size", "0"], {}, ["q_padding_interval_size is 0", "from 1 to"]),
-        (["--cpu-offload-space", "-1"], {}, ["cpu_offload_space is -1.0", "at least 0"]),
+        (["--cpu-offload-space", "-1"], {}, ["cpu_offload_space is -1.0", "from 0.0 to"]),
         (["--weight-format", "int4"], {}, ["weight_format is 'int4'", "float32, float16, int8"]),
         (["--kv-cache-dtype", "fp8"], {}, ["kv_cache_dtype is 'fp8'", "auto, float32, float16"]),
         (["--config", "/nowhere.toml"], {}, ["config is '/nowhere.toml'", "No such file"]),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from pathlib import Path
 
 import pytest
 
+import worker.systemd
 from scheduler_svc.systemd import notify
 
 
@@ -24,3 +26,28 @@ def test_systemd_is_told(tmp_path: Path, kind: str) -> None:
 def test_nobody_asked() -> None:
     """Outside of systemd there is no socket, and that is no error."""
     assert not notify("READY=1", {})
+
+
+@pytest.mark.parametrize("address", ["/nonexistent/x", "/" + "x" * 200, "@" + "x" * 200])
+def test_a_socket_that_takes_nothing_is_logged(
+    address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether systemd listens must not decide about serving, in neither process."""
+    monkeypatch.setenv("NOTIFY_SOCKET", address)
+    assert not notify("READY=1")
+    for _ in range(2):
+        worker.systemd.notify("READY=1")  # says it once: it tells of each quarter of a load
+    assert [address in record.getMessage() for record in caplog.records] == [True, True]
+
+
+def test_a_full_queue_holds_up_nobody(tmp_path: Path) -> None:
+    """A manager that has stopped reading would stop the event loop, and each stream with it."""
+    name = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(name)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as full:
+            full.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    full.sendto(b"x", name)
+        assert not notify("READY=1", {"NOTIFY_SOCKET": name})
