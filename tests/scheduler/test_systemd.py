@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import worker.systemd
+from scheduler_svc import systemd
 from scheduler_svc.systemd import notify
 
 
@@ -40,8 +41,9 @@ def test_a_socket_that_takes_nothing_is_logged(
     assert [address in record.getMessage() for record in caplog.records] == [True, True]
 
 
-def test_a_full_queue_holds_up_nobody(tmp_path: Path) -> None:
+def test_a_full_queue_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A manager that has stopped reading would stop the event loop, and each stream with it."""
+    monkeypatch.setattr(systemd, "_SECONDS", 0.05)
     name = str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(name)
