@@ -181,8 +181,10 @@ async def serve(
         loop.call_soon_threadsafe(stop.set)
 
     async def stop_on_model_error() -> None:
-        refusals.append(await server.served.wait_for_error())
-        stop.set()
+        error = await server.served.wait_for_error()
+        if not stop.is_set():
+            refusals.append(error)
+            stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)

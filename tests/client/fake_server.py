@@ -36,6 +36,7 @@ class FakeEngine(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServi
     without an answer in `gone`."""
 
     is_ready: bool = True
+    error: str = ""  # why it can never be
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     arrived: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
     gone: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
@@ -117,6 +118,7 @@ class FakeEngine(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServi
             version="0.1.0",
             uptime_seconds=3725,
             is_ready=self.is_ready,
+            error=self.error,
             worker="ready" if self.is_ready else "loading",
             device="cpu",
             requests_running=2,

@@ -298,6 +298,9 @@ def test_status_at_a_glance(
     engine.is_ready = False
     assert cli.main(["status", "--json", "--address", address]) == 1
     assert json.loads(capsys.readouterr().out)["server"]["worker"] == "loading"
+    engine.error = "tokenizer.json is empty"
+    assert cli.main(["status", "--address", address]) == 1
+    assert "\nerror     tokenizer.json is empty\n" in capsys.readouterr().out
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -213,6 +213,9 @@ def test_wait_ready_gives_up(chairlift: Chairlift, engine: FakeEngine, nobody: s
     engine.is_ready = False
     with pytest.raises(client.DeadlineExceeded, match=r"not ready after 0.3 s \(worker: loading\)"):
         chairlift.wait_ready(timeout=0.3)
+    engine.error = "generation_config.json: top_k is True"
+    with pytest.raises(client.DeadlineExceeded, match=r"\(generation_config.json: top_k is True\)"):
+        chairlift.wait_ready(timeout=0.3)
     with (
         Chairlift(nobody) as other,
         pytest.raises(client.DeadlineExceeded, match=r"\(unreachable\)"),
