@@ -17,10 +17,12 @@ def commit(state: State, decision: Decision) -> InFlight | None:
     """What is now in flight, to be packed and sent; None when the step computes nothing."""
     for request in decision.soft_resets:
         state.soft_reset(request)
-        # the last one: its blocks lay badly, so they are not to be found again (shortage.py)
-        request.may_match = bool(state.rows.running)
     for request in decision.offloads:
         state.offload(request)
+    if not state.rows.running:
+        for request in decision.soft_resets + decision.offloads:
+            # its blocks lay badly, so they are not to be found again (shortage.py)
+            request.may_match = False
     if not len(decision.rows):
         state.recall_offloads()
         return None
@@ -191,7 +193,7 @@ def _extend_tables(state: State, group: int, rows: Int32, counts: Int32) -> None
 
 
 def _fork(state: State, parent: Request) -> list[Request]:
-    """The siblings, now sharing all blocks of the prompt that this step completes."""
+    """The siblings, now sharing the blocks of the prompt that this step completes."""
     rows, row = state.rows, parent.row
     siblings, parent.siblings = parent.siblings, []
     rows.will_fork[row] = False
@@ -202,8 +204,9 @@ def _fork(state: State, parent: Request) -> list[Request]:
             getattr(rows, name)[sibling.row] = getattr(rows, name)[row]
         pages = -(-int(rows.computed[row]) // state.geometry.page_size)
         for group, allocator in enumerate(state.allocators):
-            first = int(rows.table_first[group, row])
-            blocks = rows.table[group, row, first:pages]  # not those reserved for output
+            # what the sibling's own queries read: not all that this step's do
+            first = allocator.first_page(int(rows.computed[row]))
+            blocks = rows.table[group, row, first:pages]
             allocator.share(blocks)
             rows.set_table(group, sibling.row, first, blocks)
     return siblings

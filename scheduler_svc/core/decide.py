@@ -85,8 +85,12 @@ def _add_pending(state: State, batch: Batch, has_margin: bool) -> None:
         admission = _admission(state, request, rows, promised)
         if admission is None:
             continue  # somebody is computing what it needs next
-        wanted = len(request.token_ids) - admission.num_computed
-        if not batch.admit(admission, wanted):
+        is_admitted = batch.admit(admission, len(request.token_ids) - admission.num_computed)
+        if not is_admitted and batch.is_empty and not state.rows.running:
+            # alone it always fits, but for cached blocks that lie scattered over too many chunks
+            admission = _alone(state, request, rows)
+            is_admitted = batch.admit(admission, len(request.token_ids) - admission.num_computed)
+        if not is_admitted:
             return  # whoever waits behind must not overtake: it could starve this one
         used += len(rows)
         if state.limits.allow_block_sharing and admission.swapped is None:
@@ -98,12 +102,10 @@ def _admission(
     state: State, request: Request, rows: tuple[int, ...], promised: set[Name]
 ) -> Admission | None:
     """What the request begins with; None while its next block is promised by another."""
+    if not state.limits.allow_block_sharing or not request.may_match:
+        return _alone(state, request, rows)
     if request.swapped is not None:
         return _restored(state, request, rows, request.swapped)
-    groups = len(state.allocators)
-    if not state.limits.allow_block_sharing or not request.may_match:
-        nothing = np.zeros(0, np.int32)
-        return Admission(request, rows, 0, (0,) * groups, (nothing,) * groups)
     if request.awaited is not None and state.prefix_cache.is_awaited(request.awaited):
         return None  # as when it was looked at last
     hit = state.prefix_cache.match(request)
@@ -121,7 +123,15 @@ def _restored(state: State, request: Request, rows: tuple[int, ...], swapped: Sw
         full = swapped.num_tokens // state.geometry.page_size  # a page filled in part is its own
         names = request.names[first:full]
         found = [allocator.block_of.get(name, -1) for name in names]
-        if not state.limits.allow_block_sharing:
-            found = []
         tables.append(np.array(found + [-1] * (len(blocks) - len(found)), np.int32))
     return Admission(request, rows, swapped.num_tokens, swapped.first_pages, tuple(tables), swapped)
+
+
+def _alone(state: State, request: Request, rows: tuple[int, ...]) -> Admission:
+    """What it begins with when it shares nothing."""
+    if request.swapped is None:
+        groups, nothing = len(state.allocators), np.zeros(0, np.int32)
+        return Admission(request, rows, 0, (0,) * groups, (nothing,) * groups)
+    swapped = request.swapped
+    tables = tuple(np.full(len(blocks), -1, np.int32) for blocks in swapped.blocks)
+    return Admission(request, rows, swapped.num_tokens, swapped.first_pages, tables, swapped)

@@ -5,7 +5,8 @@ first under the priority policy); never one that the step already computes, neve
 one, so the oldest always gets on and nothing can wedge. What requests give back that have ended,
 or end by length, when their plans return counts as coming: then everybody waits for it. If the
 last active request itself stalls, its blocks and those of the other groups block each other inside
-chunks: it is reset once, without the prefix cache, which puts its blocks side by side.
+chunks: it is preempted once and comes back without the prefix cache, which puts its blocks side
+by side.
 
 Under the priority policy there are two more reasons, one victim a step: a more urgent request
 waits while rows or blocks are over 90 % in use; and fewer than 10 % of the blocks are free while
@@ -89,7 +90,7 @@ def by_kind(state: State, victims: list[Request]) -> tuple[list[Request], list[R
     free = [allocator.num_free for allocator in state.swap_allocators]
     chunks = state.swap_pool.num_free
     for request in victims:
-        needs = [len(state.rows.blocks_of(group, request.row)) for group in range(len(free))]
+        needs = [len(blocks) for blocks in state.window(request.row)]
         added = [
             allocator.chunks_for(need, free[group])
             for group, (allocator, need) in enumerate(
