@@ -87,6 +87,7 @@ def commit(state: State, decision: Decision) -> InFlight | None:
         freed_swap=freed_swap,
     )
     state.transfers = Transfers()
+    state.left_out = decision.left_out
     state.next_step_id += 1
     state.in_flight.append(step)
     return step

@@ -5,7 +5,8 @@ request, cut by the budgets, where num_tokens counts the samples still outstandi
 chunked prefill, decode, a prefix hit, resuming after a preemption are the same case; only the
 order of the candidates differs (policies.py).
 
-Three budgets bound a step: tokens, requests and pages read. Memory is taken all or nothing over
+Three budgets bound a step: tokens, requests and pages read. Running rows for which the pages do
+not suffice take turns: who was left out comes first in the next step. Memory is all or nothing over
 the cache groups. A running request that finds none is stalled; shortage.py decides who makes room
 for it. Below the safety margin new prefills wait and decodes go on; the first candidate of an
 otherwise empty batch is always let through, so nothing can wedge.
@@ -38,12 +39,16 @@ def decide(state: State) -> Decision:
     has_margin = batch.room.free_share() >= state.limits.safety_margin
     if state.policy.holds_finished:
         fill_static_batch(state, batch)
-    for phase in state.policy.phases:
+    phases = state.policy.phases
+    if state.left_out:
+        _add_in_turn(state, batch, spared, has_margin)
+        phases = (Phase.PENDING,)
+    for phase in phases:
         if phase is Phase.DECODING:
             batch.add_decoding(spared[decodes])
         elif phase is Phase.PREFILLING:
             _add_prefilling(state, batch, spared[~decodes], has_margin)
-        elif not batch.stalled and not batch.is_over_budget:  # first those that run
+        elif not batch.stalled and not batch.left_out:  # first those that run
             _add_pending(state, batch, has_margin)
     victims += relieve(state, batch, victims)
     return batch.decision(*by_kind(state, victims))
@@ -60,6 +65,27 @@ def candidates(state: State, without: set[int]) -> Int32:
     if without:
         chosen = chosen[[row not in without for row in chosen.tolist()]]
     return chosen
+
+
+def _add_in_turn(state: State, batch: Batch, rows: Int32, has_margin: bool) -> None:
+    """Running rows one by one, those first that the last step left out."""
+    table, policy = state.rows, state.policy
+    waits = {request.row: place for place, request in enumerate(state.left_out)}
+    phase = {True: Phase.DECODING, False: Phase.PREFILLING}
+
+    def turn(row: int) -> tuple[int, int, int]:
+        priority = table.running[row].priority if policy.by_priority else 0
+        is_decoding = bool(table.is_decoding[row])
+        return priority, waits.get(row, len(waits)), policy.phases.index(phase[is_decoding])
+
+    decodes_left = int(table.is_decoding[rows].sum())
+    for row in sorted(rows.tolist(), key=turn):
+        if table.is_decoding[row]:
+            batch.add_row(row, 1)
+            decodes_left -= 1
+        elif has_margin or batch.is_empty:
+            wanted = int(table.known[row] - table.computed[row])
+            batch.add_row(row, min(wanted, max(1, batch.tokens_left - decodes_left)))
 
 
 def _add_prefilling(state: State, batch: Batch, rows: Int32, has_margin: bool) -> None:

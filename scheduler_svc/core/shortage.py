@@ -146,7 +146,7 @@ def _cover(
 
 def _need(state: State, row: int) -> list[int]:
     """Blocks of each group for the row's next token, a copy of a shared tail included."""
-    needed, _ = blocks_needed(state, np.array([row], np.int32), np.array([1], np.int32))
+    needed = blocks_needed(state, np.array([row], np.int32), np.array([1], np.int32))
     computed = int(state.rows.computed[row])
     for group, allocator in enumerate(state.allocators):
         if computed % state.geometry.page_size:

@@ -93,6 +93,8 @@ class State:
         self.next_step_id = 0
         self.in_flight: deque[InFlight] = deque()
         self.transfers = Transfers()  # for the next plan
+        # ran, and found no place in the last plan's cache budget; whoever waits longest first
+        self.left_out: tuple[Request, ...] = ()
         self._set_memory(geometry)
 
     def _set_memory(self, geometry: Geometry) -> None:
@@ -323,6 +325,7 @@ class State:
         """
         self.in_flight.clear()
         self.transfers = Transfers()
+        self.left_out = ()
         self.next_step_id = first_step_id
         self.rows.num_in_flight[:] = 0
         for request in list(self.rows.running.values()):
