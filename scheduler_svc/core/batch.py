@@ -131,39 +131,52 @@ class Batch:
 
         It gets blocks for these tokens, or for `reserved_tokens` if that is more.
         """
-        state = self._state
         count = min(wanted, self.tokens_left)
         if count == 0 or self.requests_left == 0:
             return False
-        room = self.room.copy()
-        for group, table in enumerate(admission.tables):
-            if not room.share(group, table[table >= 0]):
-                return False
+        shared = [table[table >= 0] for table in admission.tables]
         restored = [int((table < 0).sum()) for table in admission.tables]
-        ends = [f + len(t) for f, t in zip(admission.first_pages, admission.tables, strict=True)]
-        while count:
-            length = admission.num_computed + count
-            pages = -(-max(length, reserved_tokens) // state.geometry.page_size)
-            needed = [max(0, pages - end) for end in ends]
-            if not self.is_empty and self._read_by_new(admission, needed) > self.pages_left:
-                return False
-            if room.fits([n + r for n, r in zip(needed, restored, strict=True)]):
-                break
-            count = count // 2 if self.is_empty else 0
+        fitting = self._fitting(admission, count, reserved_tokens, restored)
+        if not fitting[0]:
+            return False  # and what it shares takes room, too
+        # cumulative, so that the last one speaks for all
+        if [self.room.share(group, blocks) for group, blocks in enumerate(shared)][-1]:
+            fitting = self._fitting(admission, count, reserved_tokens, restored)
+        else:
+            fitting = 0, []
+        count, needed = fitting
         if not count:
+            for group, blocks in enumerate(shared):
+                self.room.give(group, blocks)
             return False
-        room.take(restored)
-        self.room = room
+        self.room.take(restored)
         self.admissions.append(admission)
-        blocks = np.array(needed, np.int32)[:, None]
+        new_blocks = np.array(needed, np.int32)[:, None]
         part = _Part(
             np.array(admission.rows[:1], np.int32),
             np.array([count], np.int32),
-            blocks,
-            np.zeros_like(blocks),
+            new_blocks,
+            np.zeros_like(new_blocks),
         )
         self._add(part, admission)
         return True
+
+    def _fitting(
+        self, admission: Admission, count: int, reserved_tokens: int, restored: list[int]
+    ) -> tuple[int, list[int]]:
+        """How many of so many tokens find room, and the blocks [G] that they need: all of them,
+        or as many as there is room for if the batch is empty; else 0."""
+        ends = [f + len(t) for f, t in zip(admission.first_pages, admission.tables, strict=True)]
+        while count:
+            length = max(admission.num_computed + count, reserved_tokens)
+            pages = -(-length // self._state.geometry.page_size)
+            needed = [max(0, pages - end) for end in ends]
+            if not self.is_empty and self._read_by_new(admission, needed) > self.pages_left:
+                break
+            if self.room.fits([n + r for n, r in zip(needed, restored, strict=True)]):
+                return count, needed
+            count = count // 2 if self.is_empty else 0
+        return 0, []
 
     def decision(self, soft_resets: list[Request], offloads: list[Request]) -> Decision:
         groups = len(self._state.allocators)

@@ -132,6 +132,7 @@ def _assign(state: State, admission: Admission) -> None:
     row, *sibling_rows = admission.rows
     rows.assign(request, row)
     request.may_match = True
+    request.hit = None
     request.state = RequestState.PREFILLING
     rows.computed[row] = admission.num_computed
     for sibling, sibling_row in zip(request.siblings, sibling_rows, strict=True):

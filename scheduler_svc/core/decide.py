@@ -22,7 +22,7 @@ from protos.plan import Int32
 from scheduler_svc.core.allocators import Name
 from scheduler_svc.core.batch import Admission, Batch, Decision
 from scheduler_svc.core.policies import Phase
-from scheduler_svc.core.request import Request, Swapped
+from scheduler_svc.core.request import Request
 from scheduler_svc.core.shortage import by_kind, choose_victims, relieve
 from scheduler_svc.core.state import State
 from scheduler_svc.core.static_batches import fill_static_batch
@@ -100,6 +100,8 @@ def _add_pending(state: State, batch: Batch, has_margin: bool) -> None:
     used, looked_at = 0, 0
     promised: set[Name] = set()  # by those that this step admits
     for request in state.pending.in_order():
+        if not (batch.tokens_left and batch.requests_left):
+            return
         looked_at += 1
         rows = tuple(new_rows[used : used + 1 + len(request.siblings)])
         if looked_at > LOOK_AHEAD * state.rows.num_rows or len(rows) <= len(request.siblings):
@@ -130,27 +132,15 @@ def _admission(
     """What the request begins with; None while its next block is promised by another."""
     if not state.limits.allow_block_sharing or not request.may_match:
         return _alone(state, request, rows)
-    if request.swapped is not None:
-        return _restored(state, request, rows, request.swapped)
-    if request.awaited is not None and state.prefix_cache.is_awaited(request.awaited):
-        return None  # as when it was looked at last
-    hit = state.prefix_cache.match(request)
-    if state.prefix_cache.is_promised(request, hit, promised):
+    swapped = request.swapped
+    if swapped is not None:  # what the prefix cache has no more comes from the swap pool
+        tables = state.prefix_cache.find(request, swapped)
+        return Admission(request, rows, swapped.num_tokens, swapped.first_pages, tables, swapped)
+    hit = state.prefix_cache.match(request, promised)
+    if hit is None:
         return None
-    return Admission(request, rows, hit.num_tokens, hit.first_pages, hit.blocks)
-
-
-def _restored(state: State, request: Request, rows: tuple[int, ...], swapped: Swapped) -> Admission:
-    """Blocks that the prefix cache still has are shared, the others come from the swap pool."""
-    tables = []
-    for allocator, first, blocks in zip(
-        state.allocators, swapped.first_pages, swapped.blocks, strict=True
-    ):
-        full = swapped.num_tokens // state.geometry.page_size  # a page filled in part is its own
-        names = request.names[first:full]
-        found = [allocator.block_of.get(name, -1) for name in names]
-        tables.append(np.array(found + [-1] * (len(blocks) - len(found)), np.int32))
-    return Admission(request, rows, swapped.num_tokens, swapped.first_pages, tuple(tables), swapped)
+    num_computed = hit.num_pages * state.geometry.page_size
+    return Admission(request, rows, num_computed, hit.first_pages, hit.blocks)
 
 
 def _alone(state: State, request: Request, rows: tuple[int, ...]) -> Admission:

@@ -131,7 +131,10 @@ class State:
             sampling=new.sampling,
             priority=new.priority,
             cache_salt=new.cache_salt,
+            prompt=np.array(new.prompt_token_ids, np.int32),
         )
+        if self.limits.allow_block_sharing and self.allocators:
+            self.prefix_cache.name_prompt(first)
         first.siblings = [
             replace(
                 first,
@@ -139,7 +142,7 @@ class State:
                 ticket=first.ticket + index,
                 token_ids=list(first.token_ids),
                 siblings=[],
-                names=[],
+                names=list(first.names),
             )
             for index in range(1, new.n)
         ]
@@ -337,5 +340,6 @@ class State:
                 self._requeue(request)
         for request in self.live():
             request.num_in_flight = 0
-            request.swapped = None
+            request.swapped = request.hit = request.awaited = None
+            request.names.clear()
         self._set_memory(geometry)

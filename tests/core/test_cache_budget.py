@@ -74,7 +74,7 @@ def test_rows_that_find_no_place_take_turns(policy: str) -> None:
     sim = simulation(cache_budget=12, policy=policy, num_blocks=200)
     for number in range(8):
         sim.submit(NewRequest(f"r{number}", [number] * 7, 40))
-    gaps, sizes = longest_gaps(sim)
+    gaps, _ = longest_gaps(sim)
     # 3 to 12 pages each: in the end one row a step
     assert max(gaps.values()) <= 8
     assert max(gaps.values()) > 2, "the budget was never short"
