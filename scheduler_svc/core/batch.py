@@ -82,6 +82,10 @@ class Batch:
     def is_empty(self) -> bool:
         return not self._parts
 
+    def has_margin(self) -> bool:
+        """Whether so many blocks are free that a new prompt may join."""
+        return self.room.free_share() >= self._state.limits.safety_margin
+
     def scheduled(self) -> set[int]:
         return {row for part in self._parts for row in part.rows.tolist()}
 

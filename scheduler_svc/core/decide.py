@@ -14,16 +14,20 @@ otherwise empty batch is always let through, so nothing can wedge.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
 from typing import Final
 
 import numpy as np
 
 from protos.plan import Int32
+from scheduler_svc.core.admissions import admission, alone
 from scheduler_svc.core.allocators import Name
 from scheduler_svc.core.batch import Admission, Batch, Decision
+from scheduler_svc.core.overtaking import choose_victims, overtakes
 from scheduler_svc.core.policies import Phase
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.shortage import by_kind, choose_victims, relieve
+from scheduler_svc.core.shortage import active_requests, by_kind, relieve
 from scheduler_svc.core.state import State
 from scheduler_svc.core.static_batches import fill_static_batch
 
@@ -33,23 +37,24 @@ LOOK_AHEAD: Final = 4  # waiting requests looked at per step, times the number o
 def decide(state: State) -> Decision:
     """The next step, given everything the state says; the same state gives the same decision."""
     batch = Batch(state)
-    victims = choose_victims(state, batch.room)
+    victims, favoured = choose_victims(state, batch.room)
     spared = candidates(state, {request.row for request in victims})
     decodes = state.rows.is_decoding[spared]
-    has_margin = batch.room.free_share() >= state.limits.safety_margin
+    newcomers = Newcomers(state, batch, favoured, victims)
     if state.policy.holds_finished:
         fill_static_batch(state, batch)
     phases = state.policy.phases
     if state.left_out:
-        _add_in_turn(state, batch, spared, has_margin)
+        _add_in_turn(state, batch, spared)
         phases = (Phase.PENDING,)
     for phase in phases:
         if phase is Phase.DECODING:
             batch.add_decoding(spared[decodes])
         elif phase is Phase.PREFILLING:
-            _add_prefilling(state, batch, spared[~decodes], has_margin)
-        elif not batch.stalled and not batch.left_out:  # first those that run
-            _add_pending(state, batch, has_margin)
+            _add_prefilling(state, batch, spared[~decodes], newcomers)
+        else:
+            newcomers.add([] if favoured is None else [favoured])
+            newcomers.add(state.pending.in_order())
     victims += relieve(state, batch, victims)
     return batch.decision(*by_kind(state, victims))
 
@@ -67,7 +72,7 @@ def candidates(state: State, without: set[int]) -> Int32:
     return chosen
 
 
-def _add_in_turn(state: State, batch: Batch, rows: Int32, has_margin: bool) -> None:
+def _add_in_turn(state: State, batch: Batch, rows: Int32) -> None:
     """Running rows one by one, those first that the last step left out."""
     table, policy = state.rows, state.policy
     waits = {request.row: place for place, request in enumerate(state.left_out)}
@@ -83,71 +88,84 @@ def _add_in_turn(state: State, batch: Batch, rows: Int32, has_margin: bool) -> N
         if table.is_decoding[row]:
             batch.add_row(row, 1)
             decodes_left -= 1
-        elif has_margin or batch.is_empty:
+        elif may_join(state, batch, table.running[row]):
             wanted = int(table.known[row] - table.computed[row])
             batch.add_row(row, min(wanted, max(1, batch.tokens_left - decodes_left)))
 
 
-def _add_prefilling(state: State, batch: Batch, rows: Int32, has_margin: bool) -> None:
+def _add_prefilling(state: State, batch: Batch, rows: Int32, newcomers: Newcomers) -> None:
+    favoured = newcomers.favoured
     for row in rows.tolist():
-        if not has_margin and not batch.is_empty:
+        request = state.rows.running[row]
+        if favoured is not None and overtakes(state, favoured, request):
+            newcomers.add([favoured])
+            favoured = None
+        if not may_join(state, batch, request):
             return
         batch.add_row(row, int(state.rows.known[row] - state.rows.computed[row]))
 
 
-def _add_pending(state: State, batch: Batch, has_margin: bool) -> None:
-    new_rows = state.rows.next_free(state.rows.num_free)
-    used, looked_at = 0, 0
-    promised: set[Name] = set()  # by those that this step admits
-    for request in state.pending.in_order():
-        if not (batch.tokens_left and batch.requests_left):
-            return
-        looked_at += 1
-        rows = tuple(new_rows[used : used + 1 + len(request.siblings)])
-        if looked_at > LOOK_AHEAD * state.rows.num_rows or len(rows) <= len(request.siblings):
-            return
-        if not has_margin and not batch.is_empty:
-            return
-        if request.num_in_flight:
-            return  # preempted while a plan names it: a token may still come back
-        admission = _admission(state, request, rows, promised)
-        if admission is None:
-            continue  # somebody is computing what it needs next
-        is_admitted = batch.admit(admission, len(request.token_ids) - admission.num_computed)
+def may_join(state: State, batch: Batch, request: Request) -> bool:
+    """Whether the margin lets the request have memory for a prompt."""
+    if batch.is_empty or batch.has_margin():
+        return True
+    return state.policy.by_priority and any(
+        overtakes(state, request, other) for other in active_requests(state)
+    )
+
+
+class Newcomers:
+    """Admits waiting requests to a batch."""
+
+    def __init__(
+        self, state: State, batch: Batch, favoured: Request | None, victims: list[Request]
+    ) -> None:
+        """The favoured one joins whatever the margin; the victims' rows are free for it."""
+        self.favoured = favoured
+        self._state = state
+        self._batch = batch
+        self._rows = state.rows.next_free(state.rows.num_free)
+        self._rows += [request.row for request in victims]
+        self._promised: set[Name] = set()  # by those that this step admits
+        self._admitted: set[int] = set()  # tickets
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """As many of them as there is room for, in this order."""
+        state, batch = self._state, self._batch
+        if batch.stalled or batch.left_out:
+            return  # first those that run
+        has_margin = batch.has_margin()
+        for request in islice(requests, LOOK_AHEAD * state.rows.num_rows):
+            rows = tuple(self._rows[: 1 + len(request.siblings)])
+            if not (batch.tokens_left and batch.requests_left) or len(rows) <= len(
+                request.siblings
+            ):
+                return
+            if request.ticket in self._admitted:
+                continue
+            if not (has_margin or batch.is_empty or request is self.favoured):
+                return
+            if request.num_in_flight:
+                return  # preempted while a plan names it: a token may still come back
+            begins = admission(state, request, rows, self._promised)
+            if begins is None:
+                continue  # somebody is computing what it needs next
+            if not self._admit(begins):
+                return  # whoever waits behind must not overtake: it could starve this one
+            has_margin = batch.has_margin()
+
+    def _admit(self, begins: Admission) -> bool:
+        state, batch, request = self._state, self._batch, begins.request
+        num_tokens = len(request.token_ids)
+        is_admitted = batch.admit(begins, num_tokens - begins.num_computed)
         if not is_admitted and batch.is_empty and not state.rows.running:
             # alone it always fits, but for cached blocks that lie scattered over too many chunks
-            admission = _alone(state, request, rows)
-            is_admitted = batch.admit(admission, len(request.token_ids) - admission.num_computed)
-        if not is_admitted:
-            return  # whoever waits behind must not overtake: it could starve this one
-        used += len(rows)
-        if state.limits.allow_block_sharing and admission.swapped is None:
-            pages = admission.num_computed // state.geometry.page_size
-            promised.update(state.prefix_cache.to_promise(request, pages))
-
-
-def _admission(
-    state: State, request: Request, rows: tuple[int, ...], promised: set[Name]
-) -> Admission | None:
-    """What the request begins with; None while its next block is promised by another."""
-    if not state.limits.allow_block_sharing or not request.may_match:
-        return _alone(state, request, rows)
-    swapped = request.swapped
-    if swapped is not None:  # what the prefix cache has no more comes from the swap pool
-        tables = state.prefix_cache.find(request, swapped)
-        return Admission(request, rows, swapped.num_tokens, swapped.first_pages, tables, swapped)
-    hit = state.prefix_cache.match(request, promised)
-    if hit is None:
-        return None
-    num_computed = hit.num_pages * state.geometry.page_size
-    return Admission(request, rows, num_computed, hit.first_pages, hit.blocks)
-
-
-def _alone(state: State, request: Request, rows: tuple[int, ...]) -> Admission:
-    """What it begins with when it shares nothing."""
-    if request.swapped is None:
-        groups, nothing = len(state.allocators), np.zeros(0, np.int32)
-        return Admission(request, rows, 0, (0,) * groups, (nothing,) * groups)
-    swapped = request.swapped
-    tables = tuple(np.full(len(blocks), -1, np.int32) for blocks in swapped.blocks)
-    return Admission(request, rows, swapped.num_tokens, swapped.first_pages, tables, swapped)
+            begins = alone(state, request, begins.rows)
+            is_admitted = batch.admit(begins, num_tokens - begins.num_computed)
+        if is_admitted:
+            del self._rows[: len(begins.rows)]
+            self._admitted.add(request.ticket)
+            if state.limits.allow_block_sharing and begins.swapped is None:
+                pages = begins.num_computed // state.geometry.page_size
+                self._promised.update(state.prefix_cache.to_promise(request, pages))
+        return is_admitted

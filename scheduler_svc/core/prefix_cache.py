@@ -48,7 +48,7 @@ class PrefixCache:
     def match(self, request: Request, also: Container[Name] = ()) -> Hit | None:
         """The longest run of blocks that the request can share now; None while somebody fills
         the one that it would have to compute next. `also` are promises about to be made."""
-        if request.awaited in self._promised:
+        if self.awaits(request):
             return None
         request.awaited = None
         usable = (len(request.token_ids) - 1) // self._page_size
@@ -72,6 +72,10 @@ class PrefixCache:
             tables.append(np.concatenate([known, more]))
         request.hit = Hit(pages, run, first_pages, tuple(tables), self._stamps(tables))
         return request.hit
+
+    def awaits(self, request: Request) -> bool:
+        """Whether the block that it waited for at the last look is still to come."""
+        return request.awaited in self._promised
 
     def find(self, request: Request, swapped: Swapped) -> tuple[Int32, ...]:
         """Which of an offloaded request's blocks are still there, for each group; -1 where one

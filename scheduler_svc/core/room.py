@@ -37,7 +37,11 @@ class Room:
 
     def fits(self, blocks: Sequence[int]) -> bool:
         """Whether these many more blocks of each group can be taken, all of them or none."""
-        return self._chunks_for(blocks) <= self._free_chunks
+        return self.shortfall(blocks) <= 0
+
+    def shortfall(self, blocks: Sequence[int]) -> int:
+        """Chunks that are missing for these many more blocks of each group; 0 or less if none."""
+        return self._chunks_for(blocks) - self._free_chunks
 
     def take(self, blocks: Sequence[int]) -> None:
         self._free_chunks -= self._chunks_for(blocks)
@@ -89,6 +93,11 @@ class Room:
         """Counts all that a row would give back."""
         for group in range(len(self._allocators)):
             self.give(group, rows.blocks_of(group, row))
+
+    def share_row(self, rows: Rows, row: int) -> None:
+        """Undoes that."""
+        for group in range(len(self._allocators)):
+            self.share(group, rows.blocks_of(group, row))
 
     def owners(self, group: int, block: int) -> int:
         changes = self._owners[group]
