@@ -26,7 +26,7 @@ from protos.plan import StepResult
 from scheduler_svc.answers import Answers
 from scheduler_svc.core.absorb import absorb, why_not_the_result
 from scheduler_svc.core.admission import why_never_fits
-from scheduler_svc.core.check import InvariantError, check
+from scheduler_svc.core.check import InvariantError, check_idle
 from scheduler_svc.core.commit import commit
 from scheduler_svc.core.decide import decide
 from scheduler_svc.core.limits import Geometry, GroupGeometry, Limits
@@ -173,7 +173,7 @@ class Engine:
             self._deliver(events)
         self._update_status()
         if not self._state.requests and not self._state.in_flight and not self._is_checked:
-            check(self._state)
+            check_idle(self._state)
             self._is_checked = True
 
     def on_submit(self, submission: Submission) -> None:

@@ -24,7 +24,7 @@ from protos.plan import Int32
 from scheduler_svc.core.admissions import admission, alone
 from scheduler_svc.core.allocators import Name
 from scheduler_svc.core.batch import Admission, Batch, Decision
-from scheduler_svc.core.overtaking import choose_victims, overtakes
+from scheduler_svc.core.overtaking import choose_victims, overtakes, stays
 from scheduler_svc.core.policies import Phase
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.shortage import active_requests, by_kind, relieve
@@ -143,14 +143,15 @@ class Newcomers:
                 return
             if request.ticket in self._admitted:
                 continue
-            if not (has_margin or batch.is_empty or request is self.favoured):
+            is_free = batch.is_empty or request is self.favoured
+            if not (has_margin or is_free):
                 return
             if request.num_in_flight:
                 return  # preempted while a plan names it: a token may still come back
             begins = admission(state, request, rows, self._promised)
             if begins is None:
                 continue  # somebody is computing what it needs next
-            if not self._admit(begins):
+            if not (is_free or stays(state, batch.room, begins)) or not self._admit(begins):
                 return  # whoever waits behind must not overtake: it could starve this one
             has_margin = batch.has_margin()
 

@@ -7,8 +7,8 @@ them; none if all of them would not do, or if what is coming does. It joins what
 and goes on so: else those who decode below the margin would keep it out until they end.
 
 Fewer than 10 % of the blocks free, and the least urgent running request less urgent than another:
-it is swapped out, one a step. The policy's margin of 20 % is wider, so that it does not come back
-at once.
+it is swapped out, one a step. The policy's margin of 20 % is wider, and who waits joins beside more
+urgent ones only if its prompt leaves those 10 % free, so that nobody comes and goes.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _fewest(
     later, ending = coming(state, room)
     for group, table in enumerate(begins.tables):
         later.share(group, table[table >= 0])
-    needs = _Needs(state, favoured, begins, ending)
+    needs = _Needs(state, begins, ending)
     rows_needed = 1 + len(favoured.siblings) - state.rows.num_free - len(ending)
     # whoever was to go before has gone, and its blocks are coming
     left = [] if quarantined(state) else [r for r in overtaken if r.row not in ending]
@@ -124,29 +124,44 @@ def _does(state: State, room: Room, needs: _Needs, chosen: list[Request], reques
     return does
 
 
+def stays(state: State, room: Room, begins: Admission) -> bool:
+    """Whether a waiting request would not be swapped out at once for what its prompt takes."""
+    if not state.policy.by_priority:
+        return True
+    if not any(other.priority < begins.request.priority for other in active_requests(state)):
+        return True
+    needed = zip(_whole_prompt(state, begins), state.allocators, strict=True)
+    chunks = sum(blocks / allocator.blocks_per_chunk for blocks, allocator in needed)
+    return room.free_share() - chunks / state.pool.num_usable >= LOW_SHARE
+
+
+def _whole_prompt(state: State, begins: Admission) -> list[int]:
+    """Blocks [G] that a request takes until its prompt is computed."""
+    page_size = state.geometry.page_size
+    pages = -(-len(begins.request.token_ids) // page_size)
+    blocks = []
+    for allocator, first, table in zip(
+        state.allocators, begins.first_pages, begins.tables, strict=True
+    ):
+        most = pages - first
+        if allocator.sliding_window:
+            read = allocator.sliding_window - 1 + state.limits.max_batch_tokens
+            most = min(most, -(-read // page_size) + 1)
+        blocks.append(max(0, most - len(table)) + int((table < 0).sum()))
+    return blocks
+
+
 class _Needs:
     """Blocks [G] for all of a prompt, and for the next tokens of those that decode beside it."""
 
-    def __init__(
-        self, state: State, favoured: Request, begins: Admission, ending: list[int]
-    ) -> None:
-        page_size = state.geometry.page_size
-        pages = -(-len(favoured.token_ids) // page_size)
-        self._own = []
-        for allocator, first, table in zip(
-            state.allocators, begins.first_pages, begins.tables, strict=True
-        ):
-            most = pages - first
-            if allocator.sliding_window:
-                read = allocator.sliding_window - 1 + state.limits.max_batch_tokens
-                most = min(most, -(-read // page_size) + 1)
-            self._own.append(max(0, most - len(table)) + int((table < 0).sum()))
+    def __init__(self, state: State, begins: Admission, ending: list[int]) -> None:
+        self._own = _whole_prompt(state, begins)
         order = state.rows.order()
         decoding = order[state.rows.is_decoding[order] & state.rows.goes_on(order)]
         self._rows = decoding[~np.isin(decoding, ending)]
         self._beside = blocks_needed(state, self._rows, np.ones(len(self._rows), np.int32))
 
     def without(self, gone: list[Request]) -> list[int]:
-        stays = ~np.isin(self._rows, [request.row for request in gone])
-        beside = self._beside[:, stays].sum(axis=1).tolist()
+        remains = ~np.isin(self._rows, [request.row for request in gone])
+        beside = self._beside[:, remains].sum(axis=1).tolist()
         return [own + count for own, count in zip(self._own, beside, strict=True)]

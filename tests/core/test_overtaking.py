@@ -136,7 +136,8 @@ def test_who_was_overtaken_comes_back_in_the_old_order() -> None:
 def test_with_any_priorities_everybody_ends_and_nobody_is_tossed_about(seed: int) -> None:
     """Two requests preempt each other, over and over."""
     setup = replace(
-        SETUP, num_blocks=30, max_model_len=64, max_batch_tokens=32, max_plans_in_flight=1 + seed // 2,
+        SETUP, num_blocks=30, max_model_len=64, max_batch_tokens=32,
+        max_plans_in_flight=1 + seed // 2,
         swap_chunks=[0, 0, 60, 10][seed], overlaps_swap=seed == 3,
         groups=((0, 1),) if seed % 2 == 0 else ((0, 1), (9, 2)),
     )  # fmt: skip
@@ -147,3 +148,14 @@ def test_with_any_priorities_everybody_ends_and_nobody_is_tossed_about(seed: int
     outcome = run_workload(setup, requests, seed=seed, arrivals_per_turn=0.5)
     preemptions = outcome.counters.soft_resets + outcome.counters.offloads
     assert 10 < preemptions < 4 * len(requests)
+
+
+def test_nobody_joins_only_to_be_swapped_out_at_once() -> None:
+    """A prompt that uses up the margin beside more urgent answers is computed, and thrown away in
+    the next step, over and over."""
+    sim = running({"a": 40, "b": 35})
+    sim.submit(NewRequest("large", [1] * 72, 4, priority=2))
+    assert decide(sim.state).admissions == ()
+    sim.submit(NewRequest("small", [1] * 40, 4, priority=1))
+    assert [a.request.request_id for a in decide(sim.state).admissions] == ["small"]
+    sim.run()
