@@ -140,16 +140,13 @@ class Batch:
             return False
         shared = [table[table >= 0] for table in admission.tables]
         restored = [int((table < 0).sum()) for table in admission.tables]
-        fitting = self._fitting(admission, count, reserved_tokens, restored)
-        if not fitting[0]:
-            return False  # and what it shares takes room, too
-        # cumulative, so that the last one speaks for all
-        if [self.room.share(group, blocks) for group, blocks in enumerate(shared)][-1]:
-            fitting = self._fitting(admission, count, reserved_tokens, restored)
-        else:
-            fitting = 0, []
-        count, needed = fitting
-        if not count:
+        if not self._fitting(admission, count, reserved_tokens, restored)[0]:
+            return False  # what it shares only takes more room
+        needed: list[int] = []
+        has_shared = [self.room.share(group, blocks) for group, blocks in enumerate(shared)]
+        if all(has_shared):
+            count, needed = self._fitting(admission, count, reserved_tokens, restored)
+        if not (all(has_shared) and count):
             for group, blocks in enumerate(shared):
                 self.room.give(group, blocks)
             return False
