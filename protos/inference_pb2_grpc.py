@@ -79,13 +79,16 @@ class InferenceServicer:
 
     def Abort(self, request, context):
         """Ends live requests; their streams finish with finish_reason "abort". Unknown ids are ignored.
+        Await the response before you use an id again: an Abort that is still on its way ends
+        whichever request has the id when it arrives, which may be the later one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Both convert as many tokens as the model's context holds, and at least 262,144, in one call.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

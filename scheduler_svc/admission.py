@@ -5,25 +5,27 @@ RequestRejected, naming field, value and limit; one that this version cannot hon
 NotImplementedYet; neutral values of such fields are fine. An unset value becomes the model's
 default where its generation config states one, else the neutral value of the API.
 
-Pure: the same request, model and drawn seed give the same submission. It may take milliseconds
-for a long text, so the service calls it in a thread.
+Pure: the same request, model and drawn seed give the same submission. It may take a second for a
+long text, so the service calls it in a thread, and what is cheap to check is checked first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+
+import numpy as np
 
 from protos import inference_pb2 as pb
 from scheduler_svc.core.request import NewRequest, Sampling
 from scheduler_svc.errors import NotImplementedYet, RequestRejected
 from scheduler_svc.events import ModelFacts, Submission
+from scheduler_svc.prompts import check_token_ids, prompt_token_ids, room
 from scheduler_svc.served_model import Model
 from scheduler_svc.text import OutputText
 
-ROLES: Final = ("system", "user", "assistant", "tool")
 MAX_ID_CHARS: Final = 256  # of request_id and of cache_salt
 MAX_STOPS: Final = 64
 MAX_STOP_CHARS: Final = 1024
@@ -57,12 +59,14 @@ def admit(
     prompt = prompt_token_ids(request, model)
     skips_special = _or(asked, "skip_special_tokens", True)
     decoder, pieces = model.tokenizer.decoder(skips_special), model.tokenizer.pieces(skips_special)
+    hidden = _hidden_tokens(stops, model) if skips_special else {}
     texts = [
         OutputText(
             decoder,
             prompt,
             pieces=pieces,
             stop=stops,
+            hidden=hidden,
             include_stop_str_in_output=asked.include_stop_str_in_output,
         )
         for _ in range(n)
@@ -95,38 +99,6 @@ def num_siblings(asked: pb.SamplingParams, max_requests_per_batch: int) -> int:
     _check_range(asked, "n", 1, max_requests_per_batch, allowed)
     n: int = _or(asked, "n", 1)
     return n
-
-
-def prompt_token_ids(
-    request: pb.GenerateRequest | pb.TokenizeRequest, model: Model, add_special_tokens: bool = True
-) -> list[int]:
-    """At least one token; raises RequestRejected when the prompt is empty or no prompt."""
-    match request.WhichOneof("prompt"):
-        case "text":
-            if not request.text:
-                raise RequestRejected("text", "", "at least one character")
-            ids = model.tokenizer.encode(request.text, add_special_tokens)
-        case "chat":
-            ids = model.tokenizer.encode_chat(chat_messages(request.chat))
-        case "tokens" if isinstance(request, pb.GenerateRequest):
-            ids = list(request.tokens.ids)
-            _check_token_ids("tokens.ids", ids, model.facts)
-        case _:
-            raise RequestRejected("prompt", None, "one of text, tokens, chat")
-    if not ids:
-        raise RequestRejected("prompt", [], "at least one token")
-    return ids
-
-
-def chat_messages(chat: pb.ChatMessages) -> list[Mapping[str, str]]:
-    if not chat.messages:
-        raise RequestRejected("chat.messages", [], "at least one message")
-    for index, message in enumerate(chat.messages):
-        if message.role not in ROLES:
-            raise RequestRejected(
-                f"chat.messages[{index}].role", message.role, "one of " + ", ".join(ROLES)
-            )
-    return [{"role": message.role, "content": message.content} for message in chat.messages]
 
 
 def refuse_what_comes_later(request: pb.GenerateRequest) -> None:
@@ -173,14 +145,14 @@ def _check_later_ranges(asked: pb.SamplingParams) -> None:
 def _sampling(asked: pb.SamplingParams, drawn_seed: int, model: Model) -> Sampling:
     facts = model.facts
     default = model.tokenizer.default_sampling
-    _check_range(asked, "temperature", 0.0, math.inf, _TEMPERATURES)
+    if asked.temperature != 0:
+        _check_range(asked, "temperature", MIN_TEMPERATURE, math.inf, _TEMPERATURES)
     _check_range(asked, "top_p", 0.0, 1.0, "above 0, up to 1", excludes_minimum=True)
     _check_range(asked, "min_p", 0.0, 1.0, "0 to 1")
     _check_range(asked, "top_k", 0, math.inf, "at least 0; 0 is off")
     _check_range(asked, "seed", 0, MAX_SEED, f"0 to {MAX_SEED}")
+    _check_range(asked, "max_tokens", 1, math.inf, "at least 1")
     temperature = float(_or(asked, "temperature", default.get("temperature", 1.0)))
-    if 0.0 < temperature < MIN_TEMPERATURE:
-        raise RequestRejected("sampling.temperature", temperature, _TEMPERATURES)
 
     if len(asked.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise RequestRejected(
@@ -188,7 +160,7 @@ def _sampling(asked: pb.SamplingParams, drawn_seed: int, model: Model) -> Sampli
             f"{len(asked.stop_token_ids)} tokens",
             f"up to {MAX_STOP_TOKEN_IDS}",
         )
-    _check_token_ids("sampling.stop_token_ids", asked.stop_token_ids, facts)
+    check_token_ids("sampling.stop_token_ids", asked.stop_token_ids, facts.vocab_size)
     eos = () if asked.ignore_eos else model.tokenizer.eos_token_ids
     return Sampling(
         temperature=temperature,
@@ -216,40 +188,30 @@ def _stop_strings(asked: pb.SamplingParams) -> list[str]:
     return list(asked.stop)
 
 
+def _hidden_tokens(stops: Sequence[str], model: Model) -> dict[int, str]:
+    """The special tokens that a stop string spells: they are not in the text it is sought in."""
+    if not stops:
+        return {}
+    return {
+        token_id: token
+        for token_id, token in model.tokenizer.special_tokens.items()
+        if any(token in stop for stop in stops)
+    }
+
+
 def _max_tokens(asked: pb.SamplingParams, num_prompt: int, facts: ModelFacts) -> int:
     """What fits beside the prompt into the model's context and into the pool, or what is asked."""
-    _check_range(asked, "max_tokens", 1, math.inf, "at least 1")
-    limits = {
-        "max_model_len": facts.max_model_len,
-        "the KV pool in tokens": facts.pool_tokens,
-    }
-    name, limit = min(limits.items(), key=lambda item: item[1])
-    if num_prompt >= limit:
-        raise RequestRejected(
-            "length of the prompt in tokens",
-            num_prompt,
-            f"at most {limit - 1}, for {name} is {limit} and the answer needs one",
-        )
-    room = limit - num_prompt
+    limit, name = room(facts)
+    left = limit - num_prompt
     if not asked.HasField("max_tokens"):
-        return room
-    if asked.max_tokens > room:
+        return left
+    if asked.max_tokens > left:
         raise RequestRejected(
             "sampling.max_tokens",
             asked.max_tokens,
-            f"at most {room}, for the prompt has {num_prompt} tokens and {name} is {limit}",
+            f"at most {left}, for the prompt has {num_prompt} tokens and {name} is {limit}",
         )
     return asked.max_tokens
-
-
-def _check_token_ids(field: str, token_ids: Sequence[int], facts: ModelFacts) -> None:
-    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < facts.vocab_size):
-        return
-    for index, token_id in enumerate(token_ids):
-        if not 0 <= token_id < facts.vocab_size:
-            raise RequestRejected(
-                f"{field}[{index}]", token_id, f"0 to {facts.vocab_size - 1} (the vocabulary)"
-            )
 
 
 def _check_range(
@@ -265,11 +227,20 @@ def _check_range(
     if not asked.HasField(name):
         return
     value: float = getattr(asked, name)
+    shown = value
+    if isinstance(value, float):
+        minimum, maximum = _float32(minimum), _float32(maximum)
+        shown = float(str(np.float32(value)))  # as the client wrote it
     is_allowed = math.isfinite(value) and minimum <= value <= maximum
     if not is_allowed or (excludes_minimum and value == minimum):
-        raise RequestRejected(f"sampling.{name}", value, allowed)
+        raise RequestRejected(f"sampling.{name}", shown, allowed)
 
 
-def _or(asked: pb.SamplingParams, name: str, default: Any) -> Any:
+def _float32(bound: float) -> float:
+    """A bound as a client can say it: in the API's floats 1e-6 is 9.99999997e-07."""
+    return float(np.float32(bound))
+
+
+def _or(asked: Any, name: str, default: Any) -> Any:
     """The field's value, or `default` when it is unset."""
     return getattr(asked, name) if asked.HasField(name) else default

@@ -257,7 +257,10 @@ class Config:
         30.0, "seconds that running streams get to end after SIGTERM", minimum=0.0
     )
     max_message_bytes: int = setting(
-        64 << 20, "largest gRPC message in either direction", minimum=1024, maximum=_MAX_COUNT
+        64 << 20,
+        "largest gRPC message in either direction; a request never has more than 16 MiB",
+        minimum=1024,
+        maximum=_MAX_COUNT,
     )
     log_level: str = setting(
         "info", "least severe line to log", choices=("debug", "info", "warning", "error")

@@ -294,6 +294,7 @@ class Engine:
             model_type=ready.model_type,
             architecture=ready.architecture,
             vocab_size=ready.vocab_size,
+            num_embeddings=ready.num_embeddings or ready.vocab_size,
             max_model_len=ready.max_model_len,
             pool_tokens=pool_tokens,
             dtype=ready.dtype,

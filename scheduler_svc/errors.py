@@ -36,12 +36,14 @@ class NotImplementedYet(ChairliftError):
 
 class DuplicateRequest(ChairliftError):
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"request_id {request_id!r} belongs to a live request; choose another")
+        super().__init__(
+            f"request_id {_short(request_id)} belongs to a live request; choose another"
+        )
 
 
 class UnknownRequest(ChairliftError):
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"no live request has the id {request_id!r}")
+        super().__init__(f"no live request has the id {_short(request_id)}")
 
 
 class QueueFull(ChairliftError):
@@ -70,5 +72,7 @@ class RequestFailed(ChairliftError):
 
 
 def _short(value: object) -> str:
+    if isinstance(value, str | bytes) and len(value) > 120:
+        return f"{value[:100]!r}… ({len(value)} characters)"
     text = repr(value)
-    return text if len(text) <= 120 else f"{text[:100]}… ({len(text)} characters)"
+    return text if len(text) <= 500 else f"{text[:400]}…"

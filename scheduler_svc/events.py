@@ -91,7 +91,8 @@ class ModelFacts:
     model_path: str  # where tokenizer and configs are read from: a folder or a Hub id
     model_type: str
     architecture: str
-    vocab_size: int
+    vocab_size: int  # ids that may come out
+    num_embeddings: int  # ids that may go in
     max_model_len: int  # prompt + output tokens of one request
     pool_tokens: int  # tokens that the whole KV pool holds: no request can be longer
     dtype: str

@@ -18,23 +18,27 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from scheduler_svc.admission import admit, check_request_id, num_siblings, prompt_token_ids
+from scheduler_svc.admission import admit, check_request_id, num_siblings
 from scheduler_svc.config import Config
 from scheduler_svc.errors import DeadlineExceeded, RequestRejected
 from scheduler_svc.events import Delta, Finished
+from scheduler_svc.prompts import detokenize, prompt_bytes, prompt_token_ids
 from scheduler_svc.served_model import Model, ServedModel
 from scheduler_svc.streams import LiveStream, LiveStreams
+from scheduler_svc.text_threads import TextThreads
 
 if TYPE_CHECKING:
     from scheduler_svc.engine import Engine
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+MAX_ABORTED_IDS: Final = 10_000
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
@@ -45,6 +49,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
         self._engine = engine
         self._streams = streams
         self._served = served
+        self._threads = TextThreads()
         self._started = time.monotonic()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
@@ -64,6 +69,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
             self._streams.close(stream)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        if len(request.request_ids) > MAX_ABORTED_IDS:
+            raise RequestRejected(
+                "number of request_ids", len(request.request_ids), f"at most {MAX_ABORTED_IDS}"
+            )
         aborted: set[str] = set()
         in_engine: list[str] = []
         asked = dict.fromkeys(request.request_ids)
@@ -81,24 +90,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         add_special = request.add_special_tokens or not request.HasField("add_special_tokens")
-        ids = await asyncio.to_thread(prompt_token_ids, request, self._served.model, add_special)
+        ids = await self._threads.run(
+            prompt_bytes(request), prompt_token_ids, request, self._served.model, add_special
+        )
         return pb.TokenizeResponse(token_ids=ids)
 
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: Context
     ) -> pb.DetokenizeResponse:
-        model = self._served.model
-        skip_special = request.skip_special_tokens or not request.HasField("skip_special_tokens")
-
-        def decode() -> str:
-            for index, token_id in enumerate(request.token_ids):
-                if not 0 <= token_id < model.facts.vocab_size:
-                    raise RequestRejected(
-                        f"token_ids[{index}]", token_id, f"0 to {model.facts.vocab_size - 1}"
-                    )
-            return model.tokenizer.decode(request.token_ids, skip_special)
-
-        return pb.DetokenizeResponse(text=await asyncio.to_thread(decode))
+        num_bytes = 4 * len(request.token_ids)
+        text = await self._threads.run(num_bytes, detokenize, request, self._served.model)
+        return pb.DetokenizeResponse(text=text)
 
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: Context
@@ -143,8 +145,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
         if model is not None:
             drawn = secrets.randbits(63)
             limit = self._config.max_requests_per_batch
-            admitted = await asyncio.to_thread(
-                admit, request, stream.request_id, drawn, model, limit
+            admitted = await self._threads.run(
+                prompt_bytes(request), admit, request, stream.request_id, drawn, model, limit
             )
             seed = admitted.seed
             if not stream.has_ended:

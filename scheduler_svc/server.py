@@ -85,6 +85,8 @@ class Server:
             interceptors=[StatusInterceptor()],
             options=[
                 ("grpc.so_reuseport", 0),  # else a second server takes half of the connections
+                # A stream is silent while its request is queued: clients may ping all the while.
+                ("grpc.http2.max_ping_strikes", 0),
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", config.max_message_bytes),
             ],

@@ -3,6 +3,9 @@
 Handlers raise; this interceptor ends the call. Anything that is no ChairliftError is a bug: it is
 logged with its traceback, and the client learns no more than that.
 
+It also parses requests, so that one of many megabytes is refused before that: parsing is done in
+the event loop, and takes a second for 64 MB of small fields.
+
 QueueFull carries google.rpc.RetryInfo in `grpc-status-details-bin`, where client libraries look
 for it. Its three messages are framed by hand around protobuf's own Any and Duration: the packages
 that define them (googleapis-common-protos, grpcio-status) would be two more dependencies for
@@ -14,11 +17,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
 
 from scheduler_svc.errors import (
     ChairliftError,
@@ -32,6 +36,7 @@ from scheduler_svc.errors import (
     Unavailable,
     UnknownRequest,
 )
+from scheduler_svc.trimming import Trimmer
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +52,17 @@ STATUS_OF: Final[dict[type[ChairliftError], grpc.StatusCode]] = {
     RequestFailed: grpc.StatusCode.INTERNAL,
 }
 OWN_METHODS: Final = "/chairlift.v1."
+BUG: Final = "a bug in Chairlift; the scheduler's log tells more"
+MAX_REQUEST_BYTES: Final = 16 << 20
+MAX_DETAILS_BYTES: Final = 6 << 10  # of a message, percent-encoded; clients allow 8 KiB in all
 DETAILS_KEY: Final = "grpc-status-details-bin"
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of chairlift.v1, which are coroutines; health and reflection pass."""
+
+    def __init__(self) -> None:
+        self._trimmer = Trimmer()
 
     async def intercept_service(
         self,
@@ -66,43 +77,70 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             return handler
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
-                _guarded(handler.unary_stream, method),
-                request_deserializer=handler.request_deserializer,
+                self._guarded(handler.unary_stream, method, handler.request_deserializer),
                 response_serializer=handler.response_serializer,
             )
         return grpc.unary_unary_rpc_method_handler(
-            _guarded(handler.unary_unary, method),
-            request_deserializer=handler.request_deserializer,
+            self._guarded(handler.unary_unary, method, handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
 
+    def _guarded(self, handler: Any, method: str, parse: Any) -> Any:
+        async def call(message: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            # gRPC keeps what `abort` raises in a cycle, and with it what this frame and the error's
+            # hold: long texts would stay until the garbage collector comes by.
+            num_bytes, held = len(message), [message]
+            del message
+            try:
+                return await handler(_parsed(held.pop(), parse), context)
+            except ChairliftError as error:
+                status = _status_of(error)
+                error.__traceback__ = None
+            except grpc.aio.AbortError:
+                raise
+            except grpc.aio.InternalError as error:  # a write failed: the client has gone
+                log.debug("%s ended with its client: %s", method, error)
+                raise asyncio.CancelledError from error
+            except Exception:
+                log.exception("%s failed", method)
+                status = Status(grpc.StatusCode.INTERNAL, BUG)
+            finally:
+                self._trimmer.note(num_bytes)
+            await context.abort(*status)
 
-def _guarded(handler: Any, method: str) -> Any:
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
-            return await handler(request, context)
-        except ChairliftError as error:
-            await _abort(context, error)
-        except grpc.aio.AbortError:
-            raise
-        except grpc.aio.InternalError as error:  # a write failed: the client has gone
-            log.debug("%s ended with its client: %s", method, error)
-            raise asyncio.CancelledError from error
-        except Exception:
-            log.exception("%s failed", method)
-            await context.abort(
-                grpc.StatusCode.INTERNAL, "a bug in Chairlift; the scheduler's log tells more"
-            )
-
-    return call
+        return call
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: ChairliftError) -> NoReturn:
-    code = STATUS_OF[type(error)]
+class Status(NamedTuple):
+    code: grpc.StatusCode
+    details: str
     trailing: tuple[tuple[str, str | bytes], ...] = ()
-    if isinstance(error, QueueFull):
-        trailing = ((DETAILS_KEY, retry_details(code, str(error), error.retry_seconds)),)
-    await context.abort(code, str(error), trailing)
+
+
+def _status_of(error: ChairliftError) -> Status:
+    code, details = STATUS_OF[type(error)], _cut(str(error))
+    if not isinstance(error, QueueFull):
+        return Status(code, details)
+    retry = retry_details(code, details, error.retry_seconds)
+    return Status(code, details, ((DETAILS_KEY, retry),))
+
+
+def _parsed(message: bytes, parse: Any) -> Any:
+    if len(message) > MAX_REQUEST_BYTES:
+        raise RequestRejected(
+            "length of the request in bytes", len(message), f"at most {MAX_REQUEST_BYTES}"
+        )
+    try:
+        return parse(message)
+    except DecodeError as error:
+        raise RequestRejected("the request", message, f"a protobuf message ({error})") from error
+
+
+def _cut(details: str) -> str:
+    """gRPC drops a status whose message is too long, and says RESOURCE_EXHAUSTED instead."""
+    while 3 * len(details.encode()) > MAX_DETAILS_BYTES:
+        details = details[: len(details) // 2] + "…"
+    return details
 
 
 def retry_details(code: grpc.StatusCode, message: str, seconds: float) -> bytes:

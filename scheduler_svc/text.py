@@ -1,8 +1,8 @@
 """Output text of one request: tokens in, text that may be shown out.
 
-Two stages. `Detokenizer` turns tokens into whole characters; `StopStrings` holds back what may
-become a stop string and cuts the text where one is complete. `OutputText` joins them. All text
-that a client ever gets passes here, streamed or not, so both are equal byte for byte.
+Two stages. `Detokenizer` turns tokens into whole characters; `StopStrings` (stop_strings.py) holds
+back what may become a stop string and cuts the text where one is complete. `OutputText` joins them.
+All text that a client ever gets passes here, streamed or not, so both are equal byte for byte.
 
 Policy: decode a short window of the latest tokens again with each one and give out what it adds,
 except trailing U+FFFD, which is what an unfinished character looks like. The context in front of
@@ -20,8 +20,10 @@ of byte tokens, the full decode makes all of that run U+FFFD, and what was shown
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
+
+from scheduler_svc.stop_strings import HiddenTokens, StopStrings
 
 REPLACEMENT: Final = "\ufffd"  # how decoders show bytes that are no character (yet)
 
@@ -124,55 +126,10 @@ def _clean_tail(decode: Decode, token_ids: Sequence[int]) -> list[int]:
     return tail
 
 
-class StopStrings:
-    """Cuts text before (or after) the first stop string.
-
-    The first is the one that is complete first, and of those that end together the longest: that
-    depends on the text alone, never on how tokens cut it. Held back is the longest end of the
-    text that begins a stop string, and nothing more.
-    """
-
-    __slots__ = ("_held", "_is_included", "_longest", "_stops", "matched")
-
-    def __init__(self, stops: Sequence[str], is_included: bool) -> None:
-        self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
-        self._is_included = is_included
-        self._held = ""
-        self.matched: str | None = None
-
-    def push(self, text: str) -> str:
-        if self.matched is not None:
-            return ""
-        # A match begins in what is held at the earliest: nothing before it begins a stop string.
-        text = self._held + text
-        found = [(start + len(stop), start, stop) for stop in self._stops
-                 if (start := text.find(stop)) >= 0]  # fmt: skip
-        if found:
-            end, start, self.matched = min(found)
-            self._held = ""
-            return text[: end if self._is_included else start]
-        num_held = self._num_held(text)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held]
-
-    def finish(self) -> str:
-        """What looked like the beginning of a stop string and was none."""
-        held, self._held = self._held, ""
-        return held
-
-    def _num_held(self, text: str) -> int:
-        for length in range(min(len(text), self._longest - 1), 0, -1):
-            end = text[-length:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0
-
-
 class OutputText:
     """The TextStream of one request (scheduler_svc/events.py); used by one thread."""
 
-    __slots__ = ("_detokenizer", "_stops", "include_stop_str_in_output", "matched_stop")
+    __slots__ = ("_detokenizer", "_marks", "_stops", "include_stop_str_in_output", "matched_stop")
 
     def __init__(
         self,
@@ -181,12 +138,20 @@ class OutputText:
         *,
         pieces: Pieces | None = None,
         stop: Sequence[str] = (),
+        hidden: Mapping[int, str] | None = None,
         include_stop_str_in_output: bool = False,
     ) -> None:
+        """`hidden`: the tokens that `decode` leaves out and that a stop string spells, by id."""
         self.include_stop_str_in_output = include_stop_str_in_output
         self.matched_stop: str | None = None
         self._detokenizer = Detokenizer(decode, prompt_token_ids, pieces)
-        self._stops = StopStrings(stop, include_stop_str_in_output) if stop else None
+        self._marks: Mapping[int, str] = {}
+        self._stops: StopStrings | HiddenTokens | None = None
+        if hidden:
+            self._stops = HiddenTokens(stop, hidden, include_stop_str_in_output)
+            self._marks = self._stops.marks
+        elif stop:
+            self._stops = StopStrings(stop, include_stop_str_in_output)
 
     @property
     def seeks_stop(self) -> bool:
@@ -196,7 +161,13 @@ class OutputText:
         if self.matched_stop is not None:
             return ""
         text = self._detokenizer.push(token_id)
-        return text if self._stops is None else self._cut(self._stops, text)
+        if self._stops is None:
+            return text
+        if token_id in self._marks:
+            text += self._marks[token_id]
+        shown = self._stops.push(text)
+        self.matched_stop = self._stops.matched
+        return shown
 
     def push_all(self, token_ids: Sequence[int]) -> str:
         if self._stops is None:
@@ -209,9 +180,6 @@ class OutputText:
         text = self._detokenizer.finish()
         if self._stops is None:
             return text
-        return self._cut(self._stops, text) + self._stops.finish()
-
-    def _cut(self, stops: StopStrings, text: str) -> str:
-        shown = stops.push(text)
-        self.matched_stop = stops.matched
+        shown = self._stops.push(text) + self._stops.finish()
+        self.matched_stop = self._stops.matched
         return shown

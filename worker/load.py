@@ -48,6 +48,12 @@ class LoadedModel:
     device: torch.device
     geometry: Geometry  # one group per attention type; Geometry.fitted adapts it to a pool
 
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the input embedding: some tokenizers know tokens past it."""
+        weight: torch.Tensor = self.model.get_input_embeddings().weight  # type: ignore[assignment]
+        return len(weight)
+
 
 def load_model(configure: link_pb2.Configure, progress: Progress) -> LoadedModel:
     """Load what `configure.model` names: the embedded model's alias, a folder or a Hub id.

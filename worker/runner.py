@@ -272,6 +272,7 @@ class Runner:
             model_type=loaded.model_type,
             architecture=loaded.architecture,
             vocab_size=loaded.vocab_size,
+            num_embeddings=loaded.num_embeddings,
             max_model_len=loaded.max_model_len,
             dtype=_name(loaded.dtype),
             device=str(self._device),

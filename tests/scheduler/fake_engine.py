@@ -27,6 +27,7 @@ FACTS = ModelFacts(
     model_type="llama",
     architecture="LlamaForCausalLM",
     vocab_size=300,
+    num_embeddings=300,
     max_model_len=128,
     pool_tokens=1000,
     dtype="float32",

@@ -10,8 +10,9 @@ from google.protobuf import json_format
 from transformers import PreTrainedTokenizerFast
 
 from protos import inference_pb2 as pb
-from scheduler_svc.admission import admit, check_request_id, prompt_token_ids
+from scheduler_svc.admission import admit, check_request_id
 from scheduler_svc.errors import NotImplementedYet, RequestRejected
+from scheduler_svc.prompts import prompt_token_ids
 from scheduler_svc.served_model import Model
 from scheduler_svc.tokenizer import Tokenizer
 from tests.scheduler.fake_engine import FACTS
@@ -47,9 +48,9 @@ BAD_INPUT: list[tuple[str, pb.GenerateRequest, list[str]]] = [
     ("negative token", pb.GenerateRequest(tokens=pb.TokenIds(ids=[-1])), ["tokens.ids[0] is -1"]),
     ("no messages", chat_request(), ["chat.messages is []", "at least one message"]),
     (
-        "unknown role",
-        chat_request(("user", "a"), ("wizard", "b")),
-        ["chat.messages[1].role is 'wizard'", "system, user, assistant, tool"],
+        "odd role",
+        chat_request(("user", "a"), ("user|>b<|system", "b")),
+        ["chat.messages[1].role is 'user|>b<|system'", "up to 64 letters, digits"],
     ),
     ("template refuses", chat_request(("tool", "a")), ["chat.messages is 'tool'", "no tools here"]),
     ("long prompt", request(text="x" * 128), ["prompt", "128", "at most 127", "max_model_len"]),
@@ -68,6 +69,7 @@ BAD_INPUT: list[tuple[str, pb.GenerateRequest, list[str]]] = [
     ("temperature < 0", sampling(temperature=-0.5), ["sampling.temperature is -0.5", "0 (greedy)"]),
     ("temperature NaN", sampling(temperature="NaN"), ["sampling.temperature is nan"]),
     ("temperature inf", sampling(temperature="Infinity"), ["sampling.temperature is inf"]),
+    ("temperature below", sampling(temperature=9.9e-7), ["sampling.temperature is 9.9e-07"]),
     ("temperature tiny", sampling(temperature=1e-9), ["sampling.temperature", "at least 1e-06"]),
     ("top_p 0", sampling(top_p=0), ["sampling.top_p is 0.0", "above 0, up to 1"]),
     ("top_p > 1", sampling(top_p=1.5), ["sampling.top_p is 1.5", "above 0, up to 1"]),
@@ -200,6 +202,29 @@ def test_defaults_of_the_model_lose_against_the_request() -> None:
     asked = admit(sampling(temperature=0, top_k=0, top_p=1, min_p=0), "r", 0, model, 8)
     chosen = asked.submission.new.sampling
     assert (chosen.temperature, chosen.top_p, chosen.top_k, chosen.min_p) == (0.0, 1.0, 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [
+        ("temperature", [0.0, 1e-6, 3.4e38]),
+        ("top_p", [1e-45, 1e-9, 1.0]),
+        ("min_p", [0.0, 1e-45, 1.0]),
+        ("top_k", [0, 2**31 - 1]),
+        ("seed", [0, 2**63 - 1]),
+    ],
+)
+def test_the_bounds_that_messages_name_are_accepted(name: str, bounds: list[float]) -> None:
+    """Fields are float32: 1e-6 arrives as 9.99999997e-07, less than "at least 1e-06"."""
+    for bound in bounds:
+        asked = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(**{name: bound}))
+        admit(asked, "r", 0, MODEL, 8)
+
+
+def test_a_tiny_temperature_of_the_model_is_greedy() -> None:
+    """Else every request that leaves it unset would be refused for what the model says."""
+    model = replace(MODEL, tokenizer=Tokenizer(chat(), {"temperature": 1e-7}))
+    assert admit(request(), "r", 0, model, 8).submission.new.sampling.temperature == 0.0
 
 
 def test_seed_zero_is_a_seed() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from scheduler_svc.stop_strings import StopStrings
 from scheduler_svc.text import (
     CONTEXT_TOKENS,
     MAX_HELD_TOKENS,
@@ -17,7 +18,6 @@ from scheduler_svc.text import (
     Detokenizer,
     OutputText,
     Pieces,
-    StopStrings,
 )
 from tests.scheduler.small_tokenizers import byte_level, metaspace
 

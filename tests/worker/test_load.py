@@ -31,7 +31,7 @@ def test_facts_of_a_loaded_model(saved, make):
     assert loaded.model_path == str(path)
     assert loaded.model_type == original.config.model_type
     assert loaded.architecture == type(original).__name__
-    assert loaded.vocab_size == tiny_models.VOCAB_SIZE
+    assert loaded.vocab_size == loaded.num_embeddings == tiny_models.VOCAB_SIZE
     assert loaded.max_model_len == 100
     assert (loaded.dtype, loaded.device) == (torch.float32, torch.device("cpu"))
     assert loaded.geometry.num_layers == original.config.num_hidden_layers
