@@ -81,6 +81,7 @@ def make_engine(
         policy=policy,
         max_queue_size=config.max_queue_size,
         heartbeat_timeout=config.heartbeat_timeout,
+        step_timeout=config.step_timeout,
     )
 
 

@@ -69,10 +69,12 @@ class Engine:
         policy: Policy = FIFO,
         max_queue_size: int = 0,
         heartbeat_timeout: float = 5.0,
+        step_timeout: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`deliver` gets the events of a step, `on_status` a changed Status, both in the
         engine's thread; neither may block. `max_queue_size` bounds waiting requests; 0 = no bound.
+        Timeouts are in seconds; a `step_timeout` of 0 lets steps take for ever.
         """
         self.steps = StepFeed(clock)
         self._limits = limits
@@ -91,6 +93,7 @@ class Engine:
             self._fail,
             on_status,
             heartbeat_timeout,
+            step_timeout,
             clock,
         )
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -106,7 +109,10 @@ class Engine:
 
     def start(self, on_crash: Callable[[BaseException], None] | None = None) -> None:
         """Binds the link and starts the thread; `on_crash` is told of a broken invariant."""
-        self._link.start(lambda message: self._inbox.put(lambda: self.on_worker(message)))
+        self._link.start(
+            lambda message: self._inbox.put(lambda: self.on_worker(message)),
+            lambda error: self._inbox.put(lambda: self._on_dead_link(error)),
+        )
         self._thread = threading.Thread(target=self._run, args=(on_crash,), name="engine")
         self._thread.start()
 
@@ -232,6 +238,9 @@ class Engine:
     def on_worker(self, message: WorkerMessage) -> None:
         self._session.on_message(message)
 
+    def _on_dead_link(self, error: BaseException) -> None:
+        raise RuntimeError(f"the thread of the worker link died: {error}") from error
+
     def _plan(self) -> None:
         if not self.status.is_ready:
             return
@@ -242,7 +251,7 @@ class Engine:
                 self._is_checked = False
                 for admission in decision.admissions:
                     self._answers.note_scheduled(admission.request)
-                self._link.send(link_pb2.Envelope(), pack(self._state, step))
+                self._session.send(link_pb2.Envelope(), pack(self._state, step))
                 self.steps.planned(self._state, step)
             elif decision.is_empty:
                 if self._state.requests and not self._state.in_flight:

@@ -1,7 +1,12 @@
-"""The engine's session with the worker: who is there, and what comes of what it says.
+"""The engine's sessions with workers: who is there, and what comes of what they say.
 
-Hello is answered by the Configure, Ready gives the pool its size, results are checked and taken
-in, a Fault or a lost worker puts the requests back. Everything runs in the engine's thread.
+One worker serves; others may be loading meanwhile. Hello is answered by the Configure. The worker
+whose Hello came last takes over at its Ready, and the one before is dismissed: it stands by, and
+offers itself again (`Hello.is_standby`), which counts only while nobody else is there. So two
+workers never take the requests from each other in turns, and one that comes and goes costs nothing.
+
+Whatever a worker sends, withholds or repeats ends its own session at most; the requests then wait
+for the next Ready. Everything runs in the engine's thread.
 
 Owns: the status that is told of worker and model. Does not own: the socket (worker_link.py), what
 is planned (engine.py), or what clients are told (answers.py).
@@ -11,24 +16,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from protos import link_pb2
-from protos.plan import StepResult
+from protos.plan import StepPlan, StepResult
 from scheduler_svc.answers import Answers
 from scheduler_svc.core.absorb import absorb, why_not_the_result
 from scheduler_svc.core.admission import why_never_fits
-from scheduler_svc.core.limits import Geometry, GroupGeometry
 from scheduler_svc.core.state import State
 from scheduler_svc.errors import ChairliftError, RequestFailed, Unavailable
 from scheduler_svc.events import ModelFacts, Status
+from scheduler_svc.ready_check import geometry_of, why_not_ready
 from scheduler_svc.step_feed import StepFeed
+from scheduler_svc.step_watchdog import UNHURRIED, StepWatchdog
 from scheduler_svc.worker_link import Link, WorkerMessage
 
 logger = logging.getLogger(__name__)
 
 MAX_FAULTS: Final = 2  # failed steps after which a request that was in each of them fails
+MAX_ERROR: Final = 2000  # characters that are passed on of a worker's error
+MAX_LOADING: Final = 8  # workers that load at the same time
+# Sessions may end one after the other, without a result between them, this often at once; then
+# the next Configure waits, each time twice as long.
+FREE_TRIES: Final = 4
+LONGEST_PAUSE: Final = 8.0  # seconds
 
 
 class Fail(Protocol):
@@ -37,6 +49,18 @@ class Fail(Protocol):
     def __call__(
         self, request_id: str, why: str, kind: type[ChairliftError] = RequestFailed
     ) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A worker that was sent the Configure."""
+
+    boot_id: int
+    name: str
+    number: int  # of its Hello: the greatest is the newest
+    heard: float  # when it last said anything, by the engine's clock
+    watchdog: StepWatchdog
+    beat: link_pb2.Heartbeat = field(default_factory=link_pb2.Heartbeat)
 
 
 class WorkerSession:
@@ -53,6 +77,7 @@ class WorkerSession:
         fail: Fail,
         on_status: Callable[[Status], None],
         heartbeat_timeout: float,
+        step_timeout: float,
         clock: Callable[[], float],
     ) -> None:
         self.status = Status("connecting", None, None, 0, 0)
@@ -65,46 +90,137 @@ class WorkerSession:
         self._fail = fail
         self._on_status = on_status
         self._heartbeat_timeout = heartbeat_timeout
+        self._step_timeout = step_timeout
         self._clock = clock
-        self._last_heard = 0.0
-        self._worker_boot_id = 0
+        self._serving: Worker | None = None
+        self._loading: dict[int, Worker] = {}  # by boot_id, the oldest first
+        self._vocab_size = 0  # of the worker that serves
+        self._num_hellos = 0
+        self._num_lost = 0  # sessions that ended since the last result
+        self._next_hello_at = 0.0
+
+    def send(self, message: link_pb2.Envelope, plan: StepPlan | None = None) -> None:
+        """To the worker that serves."""
+        if self._serving is not None:
+            message.worker_boot_id = self._serving.boot_id
+            self._link.send(message, plan)
 
     def look_after(self) -> None:
-        """Ends the session of a worker that is silent for too long."""
-        if self.status.worker in ("loading", "ready"):
-            silence = self._clock() - self._last_heard
-            if silence > self._heartbeat_timeout:
-                self._lose_worker(f"nothing heard of it for {silence:.1f} s")
+        """Ends the sessions of workers that are silent, or stand still, for too long."""
+        now = self._clock()
+        for worker in self._everyone():
+            if now - worker.heard > self._heartbeat_timeout:
+                self._lose(worker, f"nothing heard of it for {now - worker.heard:.1f} s")
+        if self._serving is not None:
+            why = self._serving.watchdog.look(self._oldest_step(), now)
+            if why is not None:
+                self._lose_worker(why)
 
     def on_message(self, message: WorkerMessage) -> None:
-        self._last_heard = self._clock()
         envelope = message.envelope
         kind = envelope.WhichOneof("message")
-        if message.result is not None:
+        if kind == "hello" and message.error is None:
+            self._on_hello(envelope.worker_boot_id, envelope.hello)
+            return
+        worker = self._worker(envelope.worker_boot_id)
+        if worker is None:
+            return  # late: its session has ended
+        worker.heard = self._clock()
+        if message.error is not None:
+            self._lose(worker, message.error)
+        elif kind == "heartbeat":
+            self._on_heartbeat(worker, envelope.heartbeat)
+        elif kind == "bye":
+            self._lose(worker, f"it says goodbye: {envelope.bye.reason or 'no reason given'}")
+        elif worker is not self._serving:
+            self._on_newcomer(worker, envelope)
+        elif message.result is not None:
             self._on_result(message.result)
-        elif kind == "hello":
-            hello = envelope.hello
-            self._worker_boot_id = envelope.worker_boot_id
-            logger.info("worker on %s (pid %d, %s) connects", hello.host, hello.pid, hello.version)
-            if self.status.is_ready:
-                self._forget_worker("another one connects")
-            self._set_status(worker="loading", fatal_error=None)
-            self._link.send(link_pb2.Envelope(configure=self._configure))
-        elif kind == "ready":
-            self._on_ready(envelope.ready)
-        elif kind == "fault":
+        elif kind == "fault" and not envelope.fault.is_fatal:
             self._on_fault(envelope.fault)
-        elif kind == "bye" and self.status.worker != "none":
-            self._lose_worker(f"it says goodbye: {envelope.bye.reason or 'no reason given'}")
+        else:
+            self._lose_worker(f"it says {kind} while it serves")
+
+    def _on_hello(self, boot_id: int, hello: link_pb2.Hello) -> None:
+        now = self._clock()
+        known = self._worker(boot_id)
+        if known is not None:
+            self._forget(known, "it says Hello anew")
+        if hello.is_standby and self._everyone():
+            self._link.drop(boot_id)
+            return
+        if now < self._next_hello_at or len(self._loading) >= MAX_LOADING:
+            self._link.drop(boot_id, "too many workers come and go; try again later")
+            return
+        self._num_hellos += 1
+        name = f"{hello.host[:100]}, pid {hello.pid}"
+        logger.info("worker on %s (version %s) connects", name, hello.version[:100])
+        watchdog = StepWatchdog(self._step_timeout)
+        self._loading[boot_id] = Worker(boot_id, name, self._num_hellos, now, watchdog)
+        self._link.send(link_pb2.Envelope(worker_boot_id=boot_id, configure=self._configure))
+        self._set_worker_status(fatal_error=None)
+
+    def _on_heartbeat(self, worker: Worker, heartbeat: link_pb2.Heartbeat) -> None:
+        worker.beat = heartbeat
+        if worker is self._serving:
+            why = worker.watchdog.beat(heartbeat, self._oldest_step(), self._clock())
+            if why is not None:
+                self._lose_worker(why)
+
+    def _on_newcomer(self, worker: Worker, envelope: link_pb2.Envelope) -> None:
+        """What a worker that loads says."""
+        kind = envelope.WhichOneof("message")
+        if kind == "ready":
+            why = why_not_ready(
+                envelope.ready, self._configure, self._state.limits.max_requests_per_batch
+            )
+            if why is not None:
+                self._lose(worker, f"its Ready makes no sense: {why}")
+            elif self._serving is not None and self._serving.number > worker.number:
+                self._dismiss(worker, self._serving)
+            else:
+                self._take_over(worker, envelope.ready)
+        elif kind != "fault":
+            self._lose(worker, f"it says {kind} before it is ready")
+        elif not envelope.fault.is_fatal or len(self._everyone()) > 1:
+            self._lose(worker, f"it fails: {envelope.fault.error[:MAX_ERROR]}")
+        else:
+            self._give_up(worker, envelope.fault.error[:MAX_ERROR])
+
+    def _take_over(self, worker: Worker, ready: link_pb2.Ready) -> None:
+        del self._loading[worker.boot_id]
+        if self._serving is not None:
+            self._dismiss(self._serving, worker)
+        self._serving = worker
+        self._on_ready(ready)
+
+    def _dismiss(self, worker: Worker, successor: Worker) -> None:
+        """The worker stays at hand, in case its successor goes away."""
+        self._forget(worker, f"the worker on {successor.name} takes over")
+        self._link.drop(worker.boot_id, f"the worker on {successor.name} took over")
+
+    def _give_up(self, worker: Worker, error: str) -> None:
+        """Nobody can serve the model: nobody needs to wait."""
+        logger.error("the worker gives up: %s", error)
+        del self._loading[worker.boot_id]
+        self._link.drop(worker.boot_id)
+        for answer in self._answers:
+            self._fail(answer.request.request_id, error, Unavailable)
+        self._set_worker_status(fatal_error=error)
 
     def _on_result(self, result: StepResult) -> None:
         in_flight = self._state.in_flight
-        if not self.status.is_ready or not in_flight or result.step_id < in_flight[0].step_id:
-            return  # late: its plan was given up, with the worker or after a Fault
-        mismatch = why_not_the_result(in_flight[0], result)
+        if result.step_id < self._state.next_step_id and (
+            not in_flight or result.step_id < in_flight[0].step_id
+        ):
+            return  # late or said again: its plan was given up after a Fault, or is answered
+        mismatch: str | None = f"step {result.step_id} was never planned"
+        if in_flight:
+            mismatch = why_not_the_result(in_flight[0], result, self._vocab_size)
         if mismatch is not None:
             self._lose_worker(f"it answers wrongly: {mismatch}")
             return
+        self._num_lost = 0
         absorbed = absorb(self._state, result)
         self._steps.returned(result.step_id, result.device_microseconds)
         self._answers.take_in(absorbed.sampled, absorbed.ended)
@@ -112,25 +228,7 @@ class WorkerSession:
             self._fail(request.request_id, "its hidden states are not finite numbers")
 
     def _on_ready(self, ready: link_pb2.Ready) -> None:
-        if not (ready.page_size > 0 and ready.groups and ready.max_model_len > 0) or any(
-            group.blocks_per_chunk < 1 for group in ready.groups
-        ):
-            self._lose_worker(f"its Ready makes no sense: {ready}")
-            return
-        geometry = Geometry(
-            page_size=ready.page_size,
-            num_chunks=ready.num_chunks,
-            chunk_bytes=ready.chunk_bytes,
-            groups=tuple(
-                GroupGeometry(
-                    group.kind, len(group.layers), group.blocks_per_chunk, group.sliding_window
-                )
-                for group in ready.groups
-            ),
-            max_model_len=ready.max_model_len,
-            num_swap_chunks=ready.num_swap_chunks,
-            overlaps_swap=ready.overlaps_swap,
-        )
+        geometry = geometry_of(ready)
         self._make_text()
         self._state.lose_worker(geometry)
         is_reserved = self._state.policy.holds_finished
@@ -161,20 +259,16 @@ class WorkerSession:
             ready.attention,
             pool_tokens,
         )
-        self._set_status(worker="ready", model=model, fatal_error=None)
+        self._vocab_size = ready.vocab_size
+        self._set_worker_status(model=model, fatal_error=None)
 
     def _on_fault(self, fault: link_pb2.Fault) -> None:
-        if fault.is_fatal:
-            logger.error("the worker gives up: %s", fault.error)
-            self._make_text()
-            self._state.lose_worker()
-            for answer in self._answers:
-                self._fail(answer.request.request_id, fault.error, Unavailable)
-            self._set_status(worker="none", fatal_error=fault.error)
+        in_flight = [step.step_id for step in self._state.in_flight]
+        if fault.step_id not in in_flight:
+            self._lose_worker(f"it reports a fault of step {fault.step_id}; in flight: {in_flight}")
             return
-        if not self.status.is_ready:
-            return
-        logger.error("step %d failed in the worker: %s", fault.step_id, fault.error)
+        error = fault.error[:MAX_ERROR]
+        logger.error("step %d failed in the worker: %s", fault.step_id, error)
         suspects = {
             request.request_id
             for step in self._state.in_flight
@@ -188,29 +282,84 @@ class WorkerSession:
             if answer.request.request_id in suspects:
                 answer.num_faults += 1
                 if answer.num_faults >= MAX_FAULTS:
-                    why = f"the step that computes it fails: {fault.error}"
+                    why = f"the step that computes it fails: {error}"
                     self._fail(answer.request.request_id, why)
         resume = link_pb2.Resume(next_step_id=self._state.next_step_id)
-        self._link.send(link_pb2.Envelope(resume=resume))
+        self.send(link_pb2.Envelope(resume=resume))
 
     def _lose_worker(self, why: str) -> None:
-        self._forget_worker(why)
-        self._link.drop(self._worker_boot_id)
-        self._set_status(worker="connecting")
+        """Ends the session of the worker that serves."""
+        if self._serving is not None:
+            self._lose(self._serving, why)
 
-    def _forget_worker(self, why: str) -> None:
-        """Its requests wait for the next one, which may have the session already."""
+    def _lose(self, worker: Worker, why: str) -> None:
+        """Ends a session. The worker is told, and may offer itself again."""
+        self._forget(worker, why)
+        self._link.drop(worker.boot_id, why)
+        self._num_lost += 1
+        if self._num_lost > FREE_TRIES:
+            pause = min(LONGEST_PAUSE, 0.5 * 2 ** (self._num_lost - FREE_TRIES - 1))
+            self._next_hello_at = self._clock() + pause
+        self._set_worker_status()
+
+    def _forget(self, worker: Worker, why: str) -> None:
+        """The requests of one that serves wait for the next one."""
+        if worker is not self._serving:
+            logger.warning("worker on %s gone before it served: %s", worker.name, why)
+            self._loading.pop(worker.boot_id, None)
+            return
         logger.warning(
             "worker lost: %s; %d requests wait for the next one", why, len(self._answers)
         )
+        self._serving = None
         self._make_text()
         self._state.lose_worker()
 
-    def count(self, num_running: int, num_waiting: int) -> None:
-        """Brings the status up to date with the requests; nobody is told."""
-        if (num_running, num_waiting) != (self.status.num_running, self.status.num_waiting):
-            self.status = replace(self.status, num_running=num_running, num_waiting=num_waiting)
+    def _everyone(self) -> list[Worker]:
+        loading = list(self._loading.values())
+        return loading if self._serving is None else [self._serving, *loading]
 
-    def _set_status(self, **changes: object) -> None:
-        self.status = replace(self.status, **changes)  # type: ignore[arg-type]
-        self._on_status(self.status)
+    def _worker(self, boot_id: int) -> Worker | None:
+        if self._serving is not None and self._serving.boot_id == boot_id:
+            return self._serving
+        return self._loading.get(boot_id)
+
+    def _oldest_step(self) -> int | None:
+        in_flight = self._state.in_flight
+        return in_flight[0].step_id if in_flight else None
+
+    def _busy(self) -> str:
+        """What the worker is busy with, in words: of several that load, the one that came first."""
+        for worker in self._everyone():
+            beat = worker.beat
+            if beat.busy in UNHURRIED:
+                share = f" {beat.progress:.0%}" if 0 < beat.progress <= 1 else ""
+                return f"{beat.busy}{share}"
+            return f"step {beat.busy_step}" if beat.busy == "step" else "idle"
+        return ""
+
+    def count(self, num_running: int, num_waiting: int) -> None:
+        """Brings the status up to date with the requests and the heartbeats; nobody is told."""
+        busy, status = self._busy(), self.status
+        if (num_running, num_waiting, busy) != (
+            status.num_running,
+            status.num_waiting,
+            status.busy,
+        ):
+            self.status = replace(
+                status, num_running=num_running, num_waiting=num_waiting, busy=busy
+            )
+
+    def _set_worker_status(self, **changes: object) -> None:
+        """Tells of `changes`, and of who is there; nobody is told of what has not changed."""
+        worker = "connecting" if self.status.fatal_error is None else "none"
+        if changes.get("fatal_error") is not None:
+            worker = "none"
+        elif self._serving is not None:
+            worker = "ready"
+        elif self._loading:
+            worker = "loading"
+        status = replace(self.status, worker=worker, **changes)  # type: ignore[arg-type]
+        if status != self.status:
+            self.status = status
+            self._on_status(status)

@@ -5,11 +5,12 @@ What the engine sends is kept; a test answers by hand, or lets `ShadowWorker` do
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 
 from protos import link_pb2
-from protos.plan import StepPlan
+from protos.plan import StepPlan, StepResult
 from scheduler_svc.core.limits import Geometry
 from scheduler_svc.worker_link import WorkerMessage
 from tests.shadow_worker import ShadowWorker
@@ -26,7 +27,7 @@ class MemoryLink:
         self.plans: deque[StepPlan] = deque()
         self.is_dropped = False
         self.on_message: Callable[[WorkerMessage], None] = lambda message: None
-        self.num_workers = 0
+        self.num_workers = 0  # the boot_id of the newest one, too
         self._new_worker()
 
     def _new_worker(self) -> None:
@@ -35,10 +36,16 @@ class MemoryLink:
         )
         self.num_workers += 1
 
-    def start(self, on_message: Callable[[WorkerMessage], None]) -> None:
+    def start(
+        self,
+        on_message: Callable[[WorkerMessage], None],
+        on_death: Callable[[BaseException], None] | None = None,
+    ) -> None:
         self.on_message = on_message
 
     def send(self, message: link_pb2.Envelope, plan: StepPlan | None = None) -> None:
+        if message.worker_boot_id != self.num_workers:
+            return  # to a former worker, whose process is gone
         if plan is None:
             self.sent.append(message)
             if message.HasField("resume"):
@@ -46,8 +53,9 @@ class MemoryLink:
         else:
             self.plans.append(plan)
 
-    def drop(self, worker_boot_id: int) -> None:
-        self.is_dropped = True
+    def drop(self, worker_boot_id: int, reason: str | None = None) -> None:
+        if worker_boot_id == self.num_workers:
+            self.is_dropped = True
 
     def stop(self) -> None:
         pass
@@ -55,7 +63,8 @@ class MemoryLink:
     # What a test makes the worker say
 
     def say(self, **message: object) -> None:
-        self.on_message(WorkerMessage(link_pb2.Envelope(**message)))  # type: ignore[arg-type]
+        envelope = link_pb2.Envelope(worker_boot_id=self.num_workers, **message)  # type: ignore[arg-type]
+        self.on_message(WorkerMessage(envelope))
 
     def hello(self) -> None:
         """A fresh worker process: new memory, no plans. The session is its own from now on."""
@@ -66,6 +75,7 @@ class MemoryLink:
 
     def ready(self) -> None:
         geometry = self.geometry
+        layers = itertools.count()
         self.say(
             ready=link_pb2.Ready(
                 model_path="/nowhere",
@@ -81,7 +91,7 @@ class MemoryLink:
                 groups=[
                     link_pb2.CacheGroup(
                         kind=group.kind,
-                        layers=range(group.num_layers),
+                        layers=itertools.islice(layers, group.num_layers),
                         sliding_window=group.sliding_window,
                         blocks_per_chunk=group.blocks_per_chunk,
                     )
@@ -98,9 +108,13 @@ class MemoryLink:
             return False
         result = self.worker.step(self.plans.popleft())
         self.worker.finish(result.step_id)
-        envelope = link_pb2.Envelope(step_result=link_pb2.StepResult(step_id=result.step_id))
-        self.on_message(WorkerMessage(envelope, result))
+        self.say_result(result)
         return True
+
+    def say_result(self, result: StepResult) -> None:
+        header = link_pb2.StepResult(step_id=result.step_id)
+        envelope = link_pb2.Envelope(worker_boot_id=self.num_workers, step_result=header)
+        self.on_message(WorkerMessage(envelope, result))
 
     def fault(self, error: str, is_fatal: bool = False) -> None:
         """The oldest plan fails; it and all behind it are discarded until Resume."""

@@ -23,10 +23,11 @@ from types import FrameType
 from typing import Any
 
 from protos import link_pb2
+from protos.session import PROTOCOL
 from worker import systemd
 from worker.curve import CurveKeys
 from worker.kernels.build import build_ahead
-from worker.link import PROTOCOL, Link
+from worker.link import Link
 from worker.loop import EXIT_CANNOT_LOAD, Progress, Runner, serve
 
 logger = logging.getLogger("worker")

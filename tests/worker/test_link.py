@@ -13,9 +13,10 @@ from zmq.auth import create_certificates, load_certificate
 
 from protos import link_pb2
 from protos.plan import StepResult
+from protos.session import PROTOCOL
 from tests.worker.fake_scheduler import FakeScheduler, make_plan
 from worker.curve import CurveKeys
-from worker.link import PROTOCOL, Link, LinkClosed, PlanRefused, SessionEnded
+from worker.link import Link, LinkClosed, PlanRefused, SessionEnded
 
 MakeLink = Callable[..., Link]
 MakeScheduler = Callable[..., FakeScheduler]
