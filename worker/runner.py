@@ -255,13 +255,11 @@ class Runner:
         self._static.static.to_device()
 
     def _check_values(self, plan: StepPlan) -> None:
-        last_row, last_token = len(self._last_token) - 1, self._loaded.vocab_size - 1
-        for name, first, last in (
-            ("rows", 0, last_row),
-            ("init_rows", 0, last_row),
-            ("sample_rows", 0, last_row),  # also siblings that compute nothing yet
-            ("token_ids", UNKNOWN_TOKEN, last_token),
-        ):
+        # samples may name rows that compute nothing yet: siblings that are forked off
+        rows = ("rows", "init_rows", "sample_rows")
+        bounds = dict.fromkeys(rows, (0, len(self._last_token) - 1))
+        bounds["token_ids"] = (UNKNOWN_TOKEN, self._loaded.vocab_size - 1)
+        for name, (first, last) in bounds.items():
             values = getattr(plan, name)
             if len(values) and not (values.min() >= first and values.max() <= last):
                 odd = values[(values < first) | (values > last)]
