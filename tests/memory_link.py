@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from protos import link_pb2
 from protos.plan import StepPlan, StepResult
@@ -44,13 +45,12 @@ class MemoryLink:
         self.on_message = on_message
 
     def send(self, message: link_pb2.Envelope, plan: StepPlan | None = None) -> None:
-        if message.worker_boot_id != self.num_workers:
-            return  # to a former worker, whose process is gone
+        is_mine = message.worker_boot_id == self.num_workers  # not a former worker's
         if plan is None:
             self.sent.append(message)
-            if message.HasField("resume"):
+            if is_mine and message.HasField("resume"):
                 self.worker.last_step = message.resume.next_step_id - 1
-        else:
+        elif is_mine:
             self.plans.append(plan)
 
     def drop(self, worker_boot_id: int, reason: str | None = None) -> None:
@@ -73,34 +73,47 @@ class MemoryLink:
         self._new_worker()
         self.say(hello=link_pb2.Hello(protocol=1, version="0", host="here", pid=1))
 
-    def ready(self) -> None:
+    def ready_message(self) -> link_pb2.Ready:
         geometry = self.geometry
         layers = itertools.count()
-        self.say(
-            ready=link_pb2.Ready(
-                model_path="/nowhere",
-                model_type="shadow",
-                architecture="ShadowForCausalLM",
-                vocab_size=self.vocab_size,
-                max_model_len=geometry.max_model_len,
-                dtype="int64",
-                device="cpu",
-                page_size=geometry.page_size,
-                num_chunks=geometry.num_chunks,
-                chunk_bytes=geometry.chunk_bytes,
-                groups=[
-                    link_pb2.CacheGroup(
-                        kind=group.kind,
-                        layers=itertools.islice(layers, group.num_layers),
-                        sliding_window=group.sliding_window,
-                        blocks_per_chunk=group.blocks_per_chunk,
-                    )
-                    for group in geometry.groups
-                ],
-                num_swap_chunks=geometry.num_swap_chunks,
-                overlaps_swap=geometry.overlaps_swap,
-            )
+        return link_pb2.Ready(
+            model_path="/nowhere",
+            model_type="shadow",
+            architecture="ShadowForCausalLM",
+            vocab_size=self.vocab_size,
+            max_model_len=geometry.max_model_len,
+            dtype="int64",
+            device="cpu",
+            page_size=geometry.page_size,
+            num_chunks=geometry.num_chunks,
+            chunk_bytes=geometry.chunk_bytes,
+            groups=[
+                link_pb2.CacheGroup(
+                    kind=group.kind,
+                    layers=itertools.islice(layers, group.num_layers),
+                    sliding_window=group.sliding_window,
+                    blocks_per_chunk=group.blocks_per_chunk,
+                )
+                for group in geometry.groups
+            ],
+            num_swap_chunks=geometry.num_swap_chunks,
+            overlaps_swap=geometry.overlaps_swap,
         )
+
+    def ready(self, group: tuple[int, dict[str, Any]] | None = None, **changes: Any) -> None:
+        """`changes` are what is wrong in it, those of `group` in the cache group of that index."""
+        message = self.ready_message()
+        if group is not None:
+            index, own = group
+            if "layers" in own:
+                message.groups[index].ClearField("layers")
+            message.groups[index].MergeFrom(link_pb2.CacheGroup(**own))
+            for name, value in own.items():
+                if name != "layers":  # a 0 is not merged
+                    setattr(message.groups[index], name, value)
+        for name, value in changes.items():
+            setattr(message, name, value)
+        self.say(ready=message)
 
     def answer(self) -> bool:
         """Computes the oldest plan and sends its result; False if there is none."""
