@@ -65,7 +65,9 @@ def report(
     state = "ready" if server.is_ready else "not ready"
     lines = [
         f"Chairlift {server.version} at {address}: {state}, up {duration(server.uptime_seconds)}",
-        f"worker    {server.worker}" + (f" on {server.device}" if server.device else ""),
+        f"worker    {server.worker}"
+        + (f" on {server.device}" if server.device else "")
+        + (f" ({server.worker_busy})" if server.worker_busy else ""),
     ]
     if server.error:
         lines.append(f"error     {server.error}")

@@ -294,7 +294,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "uptime_seconds", "is_ready", "worker", "device", "requests_running", "requests_waiting", "config", "error")
+    __slots__ = ("version", "uptime_seconds", "is_ready", "worker", "device", "requests_running", "requests_waiting", "config", "error", "worker_busy")
     class ConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -311,6 +311,7 @@ class GetServerInfoResponse(_message.Message):
     REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    WORKER_BUSY_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_seconds: float
     is_ready: bool
@@ -320,4 +321,5 @@ class GetServerInfoResponse(_message.Message):
     requests_waiting: int
     config: _containers.ScalarMap[str, str]
     error: str
-    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., is_ready: _Optional[bool] = ..., worker: _Optional[str] = ..., device: _Optional[str] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., config: _Optional[_Mapping[str, str]] = ..., error: _Optional[str] = ...) -> None: ...
+    worker_busy: str
+    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., is_ready: _Optional[bool] = ..., worker: _Optional[str] = ..., device: _Optional[str] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., config: _Optional[_Mapping[str, str]] = ..., error: _Optional[str] = ..., worker_busy: _Optional[str] = ...) -> None: ...

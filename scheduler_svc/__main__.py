@@ -16,6 +16,7 @@ from scheduler_svc.config_sources import load_config
 from scheduler_svc.core import views
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.policies import POLICIES
+from scheduler_svc.descriptors import raise_limit
 from scheduler_svc.engine import Engine
 from scheduler_svc.events import Event, Status
 from scheduler_svc.kubernetes import note_service_links
@@ -33,6 +34,7 @@ SWITCH_SECONDS: Final = 0.002
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 after a clean stop, 1 after a crash, 2 where a new start would end in the same way."""
     sys.setswitchinterval(SWITCH_SECONDS)
+    raise_limit()
     try:
         config = load_config(sys.argv[1:] if arguments is None else arguments, os.environ)
         logging.basicConfig(
@@ -81,6 +83,7 @@ def make_engine(
         policy=policy,
         max_queue_size=config.max_queue_size,
         heartbeat_timeout=config.heartbeat_timeout,
+        step_timeout=config.step_timeout,
     )
 
 

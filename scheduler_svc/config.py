@@ -22,9 +22,11 @@ from typing import Any, Final, NamedTuple
 from google.protobuf.descriptor import FieldDescriptor
 
 from protos import link_pb2
+from protos.session import HEARTBEAT_SECONDS
 from scheduler_svc.core.policies import POLICIES
 
 MAX_IPC_PATH_BYTES: Final = 107  # what a Unix socket's address holds
+MIN_HEARTBEATS: Final = 4  # that must fail to come before a worker counts as dead
 _MAX_COUNT: Final = (1 << 31) - 1
 
 # What a worker is told is a message, whose fields bound the integers in it.
@@ -66,6 +68,7 @@ class Rule(NamedTuple):
     minimum: float | None = None
     maximum: float | None = None
     choices: tuple[str, ...] | None = None
+    why: str = ""  # the bounds are what they are
 
 
 def setting(default: Any, help: str, **limits: Any) -> Any:
@@ -246,7 +249,16 @@ class Config:
         minimum=0.0,
     )
     heartbeat_timeout: float = setting(
-        10.0, "seconds without a heartbeat until a worker counts as dead", minimum=0.1
+        10.0,
+        "seconds without a heartbeat until a worker counts as dead",
+        minimum=MIN_HEARTBEATS * HEARTBEAT_SECONDS,
+        why=f"a worker sends one every {HEARTBEAT_SECONDS:g} s, and a busy machine delays some",
+    )
+    step_timeout: float = setting(
+        300.0,
+        "seconds until a step that makes no progress costs the worker its session, and the worker "
+        "ends itself to be started anew; 0 = never",
+        minimum=0.0,
     )
     exit_on_model_error: bool = setting(
         False,
@@ -328,6 +340,7 @@ def _maximum(spec: Field[Any]) -> float | None:
 def allowed(spec: Field[Any]) -> str:
     """What a key may be, in words."""
     rule: Rule = spec.metadata["rule"]
+    why = f" ({rule.why})" if rule.why else ""
     if rule.choices is not None:
         return ", ".join(rule.choices)
     noun = {
@@ -339,8 +352,8 @@ def allowed(spec: Field[Any]) -> str:
     }[str(spec.type)]
     maximum = _maximum(spec)
     if rule.minimum is not None and maximum is not None:
-        return f"{noun} from {rule.minimum} to {maximum}"
-    return noun if rule.minimum is None else f"{noun} of at least {rule.minimum}"
+        return f"{noun} from {rule.minimum} to {maximum}{why}"
+    return noun if rule.minimum is None else f"{noun} of at least {rule.minimum}{why}"
 
 
 def _has_type(spec: Field[Any], value: object) -> bool:

@@ -108,6 +108,7 @@ class Status:
     fatal_error: str | None  # why no worker will ever be ready (the model is refused, say)
     num_running: int
     num_waiting: int
+    busy: str = ""  # what the worker says that it does: "loading 35%", "step 12"
 
     @property
     def is_ready(self) -> bool:

@@ -129,6 +129,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
             uptime_seconds=time.monotonic() - self._started,
             is_ready=self._served.is_ready and not self._streams.is_refusing,
             worker=status.worker,
+            worker_busy=status.busy,
             device=self._config.device if status.model is None else status.model.device,
             requests_running=status.num_running,
             requests_waiting=status.num_waiting + len(self._streams.waiting_here()),

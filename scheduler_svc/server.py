@@ -21,6 +21,7 @@ from protos import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from scheduler_svc import background, systemd
 from scheduler_svc.admin_service import AdminService, Views
 from scheduler_svc.config import Config
+from scheduler_svc.descriptors import most_connections
 from scheduler_svc.errors import Unavailable
 from scheduler_svc.events import Event, Status
 from scheduler_svc.inference_service import InferenceService
@@ -87,6 +88,7 @@ class Server:
                 ("grpc.so_reuseport", 0),  # else a second server takes half of the connections
                 # A stream is silent while its request is queued: clients may ping all the while.
                 ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.max_allowed_incoming_connections", most_connections()),
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", config.max_message_bytes),
             ],

@@ -1,14 +1,17 @@
 """The scheduler's end of the worker link: a ROUTER socket, owned by one I/O thread.
 
 Others hand messages over to that thread and are called back from it (`on_message`, which must
-only enqueue). It filters by session, so that the engine never sees a message that a former worker
-left behind, and beats the heart in both directions; what to do about it is the engine's business.
+only enqueue). A Hello begins a session, `drop` ends it. The thread filters by session, so that the
+engine never sees a message that a former worker left behind, and beats the heart of every session.
+Which worker serves is the engine's business.
 
-The newest Hello wins: whoever says it becomes *the* worker, and the one before is told Bye.
+Nothing that a worker sends ends the thread. What cannot be read, and a connection that is closed,
+is told of as an error of the session.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import queue
@@ -22,57 +25,74 @@ from typing import Final, Protocol
 
 import zmq
 import zmq.auth
-from google.protobuf.message import DecodeError
 from zmq.auth.thread import ThreadAuthenticator
 
 from protos import link_pb2
 from protos.plan import (
-    LayoutError,
     StepPlan,
     StepResult,
     decode_result,
     encode_plan,
 )
+from protos.session import HEARTBEAT_SECONDS, PROTOCOL
+from scheduler_svc.ipc_lock import IpcLock
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL: Final = 1
-HEARTBEAT_SECONDS: Final = 0.5
+MAX_FRAME_BYTES: Final = 256 << 20  # a larger one closes the connection; results are far smaller
+MAX_SESSIONS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Drop:
-    """End this session, unless another one has begun."""
+    """End this session; with a reason, the worker is told."""
 
     worker_boot_id: int
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Send:
+    """Frames for a worker; nothing happens if it has no session."""
+
+    worker_boot_id: int
+    frames: list[bytes]
 
 
 class _Stop:
     """End the I/O thread."""
 
 
-_Order = list[bytes] | _Drop | _Stop  # frames to send, or one of the two
+_Order = _Send | _Drop | _Stop
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerMessage:
-    """What a worker of the current session says; `result` is set for a StepResult."""
+    """What a worker says in its session; `result` is set for a StepResult.
+
+    `error` says why the session cannot go on; the envelope then names the worker and no more.
+    """
 
     envelope: link_pb2.Envelope
     result: StepResult | None = None
+    error: str | None = None
 
 
 class Link(Protocol):
     """What the engine needs of a link; a memory link in tests stands in for it."""
 
-    def start(self, on_message: Callable[[WorkerMessage], None]) -> None: ...
+    def start(
+        self,
+        on_message: Callable[[WorkerMessage], None],
+        on_death: Callable[[BaseException], None] | None = None,
+    ) -> None: ...
 
     def send(self, message: link_pb2.Envelope, plan: StepPlan | None = None) -> None:
-        """To the current worker; nothing happens if there is none."""
+        """To the worker that the message names; nothing happens if it has no session."""
         ...
 
-    def drop(self, worker_boot_id: int) -> None:
-        """Ends this worker's session: it hears nothing more, and says Hello again if it lives."""
+    def drop(self, worker_boot_id: int, reason: str | None = None) -> None:
+        """Ends this worker's session: it hears nothing more but the reason, in a Bye."""
         ...
 
     def stop(self) -> None: ...
@@ -100,12 +120,30 @@ class WorkerLink:
         self._outbox: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         self._wake_receiver, self._wake_sender = os.pipe()
         self._thread: threading.Thread | None = None
-        self._worker: tuple[bytes, int] | None = None  # identity and boot_id of the session
+        self._sessions: dict[int, bytes] = {}  # boot_id of the worker → identity of its connection
+        self._lock: IpcLock | None = None  # on the address
 
-    def start(self, on_message: Callable[[WorkerMessage], None]) -> None:
-        """Binds and starts the I/O thread. Raises OSError when the address cannot be bound."""
+    def start(
+        self,
+        on_message: Callable[[WorkerMessage], None],
+        on_death: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        """Binds and starts the I/O thread, which calls both. Raises OSError when the address
+        cannot be bound; `on_death` is told of the error that ended the thread."""
+        self._on_message = on_message
+        path = self.address.removeprefix("ipc://")
+        if path != self.address and not path.startswith("@"):
+            try:
+                self._lock = IpcLock(path)
+            except OSError as error:
+                raise OSError(
+                    f"worker_address {self.address} cannot be bound: {error}. Stop who uses it, "
+                    "or choose another one with --worker-address"
+                ) from error
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         router = context.socket(zmq.ROUTER)
+        router.router_mandatory = True  # sending to a closed connection is an error
+        router.maxmsgsize = MAX_FRAME_BYTES
         authenticator = self._authenticator(context)  # before anybody can connect
         self._secure(router)
         try:
@@ -114,19 +152,20 @@ class WorkerLink:
             if authenticator is not None:
                 authenticator.stop()
             context.destroy()
+            self._unlock()
             raise OSError(f"worker_address {self.address} cannot be bound: {error}") from error
-        if self.address.startswith("ipc://"):
-            os.chmod(self.address.removeprefix("ipc://"), stat.S_IRUSR | stat.S_IWUSR)
+        if self._lock is not None:
+            os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)
         self._thread = threading.Thread(
             target=self._run,
-            args=(context, router, authenticator, on_message),
+            args=(context, router, authenticator, on_death),
             name="worker-link",
             daemon=True,
         )
         self._thread.start()
 
     def send(self, message: link_pb2.Envelope, plan: StepPlan | None = None) -> None:
-        """From any thread; the session's ids are filled in by the I/O thread."""
+        """From any thread; the message names the worker."""
         frames = [b""]
         if plan is not None:
             counts, buffer = encode_plan(plan)
@@ -136,21 +175,26 @@ class WorkerLink:
             frames.append(buffer)
         message.scheduler_boot_id = self.boot_id
         frames[0] = message.SerializeToString()
-        self._hand_over(frames)
+        self._hand_over(_Send(message.worker_boot_id, frames))
 
-    def drop(self, worker_boot_id: int) -> None:
-        self._hand_over(_Drop(worker_boot_id))
+    def drop(self, worker_boot_id: int, reason: str | None = None) -> None:
+        self._hand_over(_Drop(worker_boot_id, reason))
 
     def stop(self) -> None:
-        """Says Bye to the worker and closes the socket."""
+        """Says Bye to the workers and closes the socket."""
         if self._thread is None:
             return
-        self.send(link_pb2.Envelope(bye=link_pb2.Bye(reason="the scheduler stops")))
         self._hand_over(_Stop())
         self._thread.join()
         self._thread = None
+        self._unlock()
         os.close(self._wake_sender)
         os.close(self._wake_receiver)
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def _hand_over(self, order: _Order) -> None:
         self._outbox.put(order)
@@ -163,51 +207,62 @@ class WorkerLink:
         router.curve_publickey, router.curve_secretkey = public, secret
         router.curve_server = True
 
+    # In the I/O thread
+
     def _run(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         router: zmq.Socket[bytes],
         authenticator: ThreadAuthenticator | None,
-        on_message: Callable[[WorkerMessage], None],
+        on_death: Callable[[BaseException], None] | None,
     ) -> None:
-        poller = zmq.Poller()
-        poller.register(router, zmq.POLLIN)
-        poller.register(self._wake_receiver, zmq.POLLIN)
-        heartbeat = link_pb2.Envelope(
-            scheduler_boot_id=self.boot_id, heartbeat=link_pb2.Heartbeat(busy="idle")
-        ).SerializeToString()
-        next_beat = time.monotonic()
         try:
-            while True:
-                wait = max(0.0, next_beat - time.monotonic())
-                ready = dict(poller.poll(int(wait * 1000) + 1))
-                if self._wake_receiver in ready:
-                    os.read(self._wake_receiver, 4096)
-                    if not self._send_all(router):
-                        return
-                if router in ready:
-                    message = self._receive(router)
-                    if message is not None:
-                        on_message(message)
-                if time.monotonic() >= next_beat:
-                    self._to_worker(router, [heartbeat])
-                    next_beat = time.monotonic() + HEARTBEAT_SECONDS
+            self._serve(router)
+        except BaseException as error:  # without this thread no worker is ever heard again
+            logger.critical("the worker link stops: %s", error, exc_info=error)
+            if on_death is not None:
+                on_death(error)
         finally:
             if authenticator is not None:
                 authenticator.stop()
             context.destroy(linger=500)
 
-    def _send_all(self, router: zmq.Socket[bytes]) -> bool:
-        """Sends what others handed over; False once the thread is to end."""
+    def _serve(self, router: zmq.Socket[bytes]) -> None:
+        poller = zmq.Poller()
+        poller.register(router, zmq.POLLIN)
+        poller.register(self._wake_receiver, zmq.POLLIN)
+        next_beat = time.monotonic()
+        while True:
+            wait = max(0.0, next_beat - time.monotonic())
+            ready = dict(poller.poll(int(wait * 1000) + 1))
+            if self._wake_receiver in ready:
+                os.read(self._wake_receiver, 4096)
+                if not self._obey(router):
+                    return
+            if router in ready:
+                message = self._receive(router)
+                if message is not None:
+                    self._on_message(message)
+            if time.monotonic() >= next_beat:
+                for boot_id in list(self._sessions):
+                    beat = link_pb2.Envelope(heartbeat=link_pb2.Heartbeat(busy="idle"))
+                    self._say(router, boot_id, beat)
+                next_beat = time.monotonic() + HEARTBEAT_SECONDS
+
+    def _obey(self, router: zmq.Socket[bytes]) -> bool:
+        """Does what others handed over; False once the thread is to end."""
         while not self._outbox.empty():
             order = self._outbox.get()
             if isinstance(order, _Stop):
+                for boot_id in list(self._sessions):
+                    self._say(router, boot_id, _bye("the scheduler stops"))
                 return False
-            if isinstance(order, _Drop):
-                if self._worker is not None and self._worker[1] == order.worker_boot_id:
-                    self._worker = None
-            else:
-                self._to_worker(router, order)
+            if isinstance(order, _Send):
+                self._to_worker(router, order.worker_boot_id, order.frames)
+                continue
+            if order.reason is not None:
+                self._say(router, order.worker_boot_id, _bye(order.reason))
+            self._sessions.pop(order.worker_boot_id, None)
         return True
 
     def _authenticator(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator | None:
@@ -218,26 +273,55 @@ class WorkerLink:
         authenticator.configure_curve(domain="*", location=str(self._client_keys))
         return authenticator
 
-    def _to_worker(self, router: zmq.Socket[bytes], frames: list[bytes]) -> None:
-        if self._worker is None:
+    def _say(self, router: zmq.Socket[bytes], boot_id: int, message: link_pb2.Envelope) -> None:
+        message.scheduler_boot_id = self.boot_id
+        message.worker_boot_id = boot_id
+        self._to_worker(router, boot_id, [message.SerializeToString()])
+
+    def _to_worker(self, router: zmq.Socket[bytes], boot_id: int, frames: list[bytes]) -> None:
+        identity = self._sessions.get(boot_id)
+        if identity is None:
             return
-        identity, boot_id = self._worker
-        # protobuf fields may be appended: the last one wins, so the session is added here
-        session = link_pb2.Envelope(worker_boot_id=boot_id).SerializeToString()
-        router.send_multipart([identity, frames[0] + session, *frames[1:]])
+        try:
+            router.send_multipart([identity, *frames], zmq.NOBLOCK)
+        except zmq.Again:
+            self._end(boot_id, "it does not read what it is sent")
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            self._end(boot_id, "its connection is closed")
+
+    def _end(self, boot_id: int, why: str) -> None:
+        """The session is over from here."""
+        del self._sessions[boot_id]
+        self._on_message(WorkerMessage(link_pb2.Envelope(worker_boot_id=boot_id), error=why))
 
     def _receive(self, router: zmq.Socket[bytes]) -> WorkerMessage | None:
-        identity, *frames = router.recv_multipart()
         try:
-            envelope = link_pb2.Envelope.FromString(frames[0])
-        except DecodeError:
-            logger.warning("dropped a frame that is no Envelope (%d bytes)", len(frames[0]))
+            identity, *frames = router.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
             return None
+        try:
+            return self._read(router, identity, frames)
+        except Exception as error:  # whatever a worker sends, the others go on
+            why = f"a message of {sum(map(len, frames))} bytes cannot be read: {error}"[:500]
+            for boot_id, known in self._sessions.items():
+                if known == identity:
+                    envelope = link_pb2.Envelope(worker_boot_id=boot_id)
+                    return WorkerMessage(envelope, error=why)
+            logger.debug("dropped from nobody's session: %s", why)
+            return None
+
+    def _read(
+        self, router: zmq.Socket[bytes], identity: bytes, frames: list[bytes]
+    ) -> WorkerMessage | None:
+        envelope = link_pb2.Envelope.FromString(frames[0])
         kind = envelope.WhichOneof("message")
+        boot_id = envelope.worker_boot_id
         if kind == "hello":
             return self._greet(router, identity, envelope)
-        if self._worker != (identity, envelope.worker_boot_id):
-            logger.debug("dropped %s of worker %x: another session", kind, envelope.worker_boot_id)
+        if self._sessions.get(boot_id) != identity:
+            logger.debug("dropped %s of worker %x: another session", kind, boot_id)
             return None
         if envelope.scheduler_boot_id != self.boot_id:
             logger.debug("dropped %s: meant for scheduler %x", kind, envelope.scheduler_boot_id)
@@ -245,40 +329,34 @@ class WorkerLink:
         if kind != "step_result":
             return WorkerMessage(envelope)
         header = envelope.step_result
-        try:
-            result = decode_result(
-                header.step_id,
-                header.device_microseconds,
-                header.queue_microseconds,
-                header.counts,
-                frames[1] if len(frames) > 1 else b"",
-            )
-        except LayoutError as error:
-            logger.error("dropped the result of step %d: %s", header.step_id, error)
-            return None
+        result = decode_result(
+            header.step_id,
+            header.device_microseconds,
+            header.queue_microseconds,
+            header.counts,
+            frames[1] if len(frames) > 1 else b"",
+        )
         return WorkerMessage(envelope, result)
 
     def _greet(
         self, router: zmq.Socket[bytes], identity: bytes, envelope: link_pb2.Envelope
     ) -> WorkerMessage | None:
-        hello = envelope.hello
-        if hello.protocol != PROTOCOL:
-            reason = f"the worker speaks protocol {hello.protocol}, the scheduler {PROTOCOL}"
+        hello, boot_id = envelope.hello, envelope.worker_boot_id
+        if boot_id in self._sessions or len(self._sessions) >= MAX_SESSIONS:
+            return None  # said again while our answer was on its way; or a storm
+        for known, connection in list(self._sessions.items()):
+            if connection == identity:
+                self._end(known, "it begins another session")
+        self._sessions[boot_id] = identity
+        if hello.protocol == PROTOCOL:
+            return WorkerMessage(envelope)
+        reason = f"the worker speaks protocol {hello.protocol}, the scheduler {PROTOCOL}"
+        if not hello.is_standby:  # else it has been told, and asks again
             logger.error("refused a worker on %s (pid %d): %s", hello.host, hello.pid, reason)
-            bye = link_pb2.Envelope(
-                scheduler_boot_id=self.boot_id,
-                worker_boot_id=envelope.worker_boot_id,
-                bye=link_pb2.Bye(reason=reason),
-            )
-            router.send_multipart([identity, bye.SerializeToString()])
-            return None
-        if self._worker == (identity, envelope.worker_boot_id):
-            return None  # said again while our answer was on its way
-        if self._worker is not None:
-            reason = f"the worker on {hello.host}, pid {hello.pid}, took over"
-            farewell = link_pb2.Envelope(
-                scheduler_boot_id=self.boot_id, bye=link_pb2.Bye(reason=reason)
-            )
-            self._to_worker(router, [farewell.SerializeToString()])
-        self._worker = (identity, envelope.worker_boot_id)
-        return WorkerMessage(envelope)
+            self._say(router, boot_id, _bye(reason))
+        self._sessions.pop(boot_id, None)
+        return None
+
+
+def _bye(reason: str) -> link_pb2.Envelope:
+    return link_pb2.Envelope(bye=link_pb2.Bye(reason=reason))

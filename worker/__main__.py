@@ -14,6 +14,7 @@ import gc
 import importlib
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -23,10 +24,11 @@ from types import FrameType
 from typing import Any
 
 from protos import link_pb2
+from protos.session import PROTOCOL
 from worker import systemd
 from worker.curve import CurveKeys
 from worker.kernels.build import build_ahead
-from worker.link import PROTOCOL, Link
+from worker.link import Link
 from worker.loop import EXIT_CANNOT_LOAD, Progress, Runner, serve
 
 logger = logging.getLogger("worker")
@@ -44,6 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     # and from each other, and a step takes ten times as long on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     _keep_freed_memory()
+    _raise_descriptor_limit()
     build_ahead()  # a compiler works beside the imports
     link = None
     reason = "the worker failed"
@@ -116,6 +119,14 @@ def _keep_freed_memory() -> None:
     with contextlib.suppress(AttributeError, OSError):  # a C library without mallopt
         for parameter in (-1, -3):  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
             ctypes.CDLL(None).mallopt(parameter, 1 << 30)
+
+
+def _raise_descriptor_limit() -> None:
+    """A checkpoint may have hundreds of files, and each thread of some libraries opens its own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # macOS allows less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @contextlib.contextmanager

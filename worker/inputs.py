@@ -119,6 +119,11 @@ def _group_inputs(
     padding_lens: Int32,
 ) -> GroupInputs:
     first, last = plan.table_start[index, 0], plan.table_start[index, -1]
+    if first < 0 or last > len(plan.blocks) or np.any(np.diff(plan.table_start[index]) < 0):
+        raise InvalidPlan(
+            f"cache group {index}: table_start is {plan.table_start[index].tolist()}; it must rise "
+            f"within the {len(plan.blocks)} block table entries of the plan"
+        )
     blocks = plan.blocks[first:last]
     table_start = plan.table_start[index] - first
     first_positions = plan.first_positions[index]

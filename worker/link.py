@@ -4,8 +4,9 @@ The thread says Hello, takes the Configure that answers it, beats the heart whil
 loads or computes, and hands plans over. What belongs to one Hello/Configure pair is a `Session`.
 A session is over when the scheduler says Bye, closes its socket, turns up with another boot_id,
 or is silent for `peer_timeout`; the thread then says Hello anew on a new socket, under a new
-worker_boot_id, so that nothing of the old session can reach the new one. After a Bye it first
-waits until the scheduler that said it is gone: it may have another worker.
+worker_boot_id, so that nothing of the old session can reach the new one. After a Bye, which often
+means that another worker took over, it stands by: every STANDBY_SECONDS it offers itself by a Hello
+that counts only while the scheduler has nobody, until a Configure comes.
 
 Owns: the socket, the sessions, the order of steps. Does not own: what a plan means, and what the
 main thread does with it (worker/loop.py).
@@ -27,11 +28,12 @@ from zmq.utils.monitor import recv_monitor_message
 
 from protos import link_pb2
 from protos.plan import LayoutError, StepPlan, StepResult, decode_plan, encode_result
+from protos.session import HEARTBEAT_SECONDS
 from worker.curve import CurveKeys
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL: Final = 1
+STANDBY_SECONDS: Final = 2.0  # between two offers of a worker that was dismissed
 _WAKE: Final = "inproc://wake"
 
 
@@ -67,6 +69,7 @@ class _Incoming(NamedTuple):
 class _Outgoing(NamedTuple):
     session: Session
     frames: list[bytes]
+    finished_step: int | None = None  # whose result it is
 
 
 class Session:
@@ -123,22 +126,22 @@ class Session:
 
     def send_result(self, result: StepResult) -> None:
         counts, buffer = encode_result(result)
-        self.last_finished_step = result.step_id
         header = link_pb2.StepResult(
             step_id=result.step_id,
             counts=counts,
             device_microseconds=result.device_microseconds,
             queue_microseconds=result.queue_microseconds,
         )
-        self._send(link_pb2.Envelope(step_result=header), buffer)
+        frames = [self._seal(link_pb2.Envelope(step_result=header)), buffer]
+        self._link._hand_over(_Outgoing(self, frames, result.step_id))
 
     def send_fault(self, step_id: int, error: str, is_fatal: bool = False) -> None:
         """`step_id` -1: not in a step. `is_fatal`: this process exits and a new one would too."""
         fault = link_pb2.Fault(step_id=step_id, error=error, is_fatal=is_fatal)
         self._send(link_pb2.Envelope(fault=fault))
 
-    def _send(self, envelope: link_pb2.Envelope, *buffer: bytes) -> None:
-        self._link._hand_over(_Outgoing(self, [self._seal(envelope), *buffer]))
+    def _send(self, envelope: link_pb2.Envelope) -> None:
+        self._link._hand_over(_Outgoing(self, [self._seal(envelope)]))
 
     def _seal(self, envelope: link_pb2.Envelope) -> bytes:
         envelope.scheduler_boot_id = self.scheduler_boot_id
@@ -168,7 +171,7 @@ class Link:
         address: str,
         hello: link_pb2.Hello,
         keys: CurveKeys | None = None,
-        heartbeat_seconds: float = 0.5,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
         peer_timeout: float = 10.0,
     ) -> None:
         self.address = address
@@ -177,6 +180,7 @@ class Link:
         self._heartbeat_seconds = heartbeat_seconds
         self._peer_timeout = peer_timeout
         self._busy = ("idle", 0, 0.0)  # replaced whole, so it needs no lock
+        self._is_dismissed = False  # since the last Configure
         self._sessions: queue.SimpleQueue[Session | None] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()  # None: close
         self._context = zmq.Context()
@@ -199,6 +203,11 @@ class Link:
                 raise LinkClosed(f"the link to {self.address} is closed")
             if not session.has_ended:
                 return session
+
+    @property
+    def busy(self) -> tuple[str, int, float]:
+        """What `set_busy` was told last."""
+        return self._busy
 
     def set_busy(self, busy: str, step_id: int = 0, progress: float = 0.0) -> None:
         """What the heartbeats say: idle, loading, capturing, compiling or step; from any thread."""
@@ -270,12 +279,12 @@ class Link:
     def _converse(self, wake: zmq.Socket[bytes]) -> bool:
         """From Hello to the end of the session. False when the link is to be closed."""
         hello = link_pb2.Envelope(worker_boot_id=self._worker_boot_id, hello=self._hello)
+        hello.hello.is_standby = self._is_dismissed
         self._dealer.send(hello.SerializeToString())
         poller = zmq.Poller()
         for socket in (self._dealer, self._monitor, wake):
             poller.register(socket, zmq.POLLIN)
         self._heard_at = time.monotonic()  # from the scheduler
-        self._is_dismissed = False
         beat_at = 0.0
         while True:
             now = time.monotonic()
@@ -291,11 +300,11 @@ class Link:
                 if not self._take(self._dealer.recv_multipart()):
                     return self._over("the scheduler started anew")
             elif self._is_silent():  # nothing waits to be read: this thread was not just held up
-                return self._over(f"the scheduler was silent for {self._peer_timeout:g} s")
+                return self._over(f"the scheduler was silent for {self._patience:g} s")
             if self._monitor in ready:
                 recv_monitor_message(self._monitor)
                 # without a session zmq's own retries do; a new socket each time would be a race
-                if self._session is not None or self._is_dismissed:
+                if self._session is not None or self._is_dismissed != hello.hello.is_standby:
                     return self._over("the scheduler closed the connection")
 
     def _take(self, frames: list[bytes]) -> bool:
@@ -313,6 +322,7 @@ class Link:
             logger.warning("the scheduler said goodbye: %s", envelope.bye.reason)
             self._end_session()
             self._is_dismissed = True
+            self._heard_at = time.monotonic()
         elif session is None:
             if kind != "configure":
                 logger.warning("dropped %s: there is no session yet", kind)
@@ -346,6 +356,8 @@ class Link:
                 return False
             if message.session is self._session:
                 self._dealer.send_multipart(message.frames, zmq.NOBLOCK)
+                if message.finished_step is not None:  # no heartbeat says so before the result
+                    message.session.last_finished_step = message.finished_step
         return True
 
     def _beat(self) -> None:
@@ -360,8 +372,13 @@ class Link:
             )
             self._dealer.send(session._seal(link_pb2.Envelope(heartbeat=beat)), zmq.NOBLOCK)
 
+    @property
+    def _patience(self) -> float:
+        """Seconds of silence after which a new socket and a new Hello are due."""
+        return STANDBY_SECONDS if self._is_dismissed else self._peer_timeout
+
     def _is_silent(self) -> bool:
-        return not self._is_dismissed and time.monotonic() - self._heard_at > self._peer_timeout
+        return time.monotonic() - self._heard_at > self._patience
 
     def _over(self, reason: str) -> bool:
         if self._session is not None:

@@ -23,6 +23,7 @@ from worker import systemd
 from worker.completion import Completion, Launched
 from worker.device_failure import DeviceFailed
 from worker.link import Link, PlanRefused, Session, SessionEnded
+from worker.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -48,21 +49,34 @@ Build = Callable[[link_pb2.Configure, Progress], Runner]
 def serve(link: Link, build: Build) -> int:
     """Session after session, until loading or the device fails: the exit code.
 
-    Raises LinkClosed.
+    Raises LinkClosed. A step that outlives the Configure's step_timeout ends the process.
     """
+    watchdog = Watchdog(link)
+    watchdog.start()
+    try:
+        return _serve(link, build, watchdog)
+    finally:
+        watchdog.stop()
+
+
+def _serve(link: Link, build: Build, watchdog: Watchdog) -> int:
     runner: Runner | None = None
     built: link_pb2.Configure | None = None
     while True:
         systemd.notify("STATUS=waiting for the scheduler")
         session = link.accept()
-        if runner is None or built != session.configure:
+        watchdog.limit = session.configure.step_timeout
+        wanted = link_pb2.Configure()
+        wanted.CopyFrom(session.configure)
+        wanted.ClearField("step_timeout")  # which changes nothing about the runner
+        if runner is None or built != wanted:
             runner = None  # its memory is needed for the next one
             gc.collect()  # what it consists of refers to each other
             try:
                 runner = _load(link, session, build)
             except Exception as error:  # whatever it is, the scheduler must hear of it
                 return _report_failed_load(session, error)
-            built = session.configure
+            built = wanted
         else:
             logger.info("the scheduler asks for the model that is loaded: kept")
         link.set_busy("idle")

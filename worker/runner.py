@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from protos import link_pb2
-from protos.plan import Int32, StepPlan, StepResult, empty_plan
+from protos.plan import UNKNOWN_TOKEN, Int32, StepPlan, StepResult, empty_plan
 from worker.attention import choose_backend
 from worker.capture_check import why_not_capturable
 from worker.device_failure import DeviceFailed
@@ -145,7 +145,7 @@ class Runner:
         device will do nothing more.
         """
         _refuse_later_features(plan)
-        self._check_rows(plan)
+        self._check_values(plan)
         shape = self._shape_of(plan)
         inputs = prepare_inputs(
             plan,
@@ -254,15 +254,16 @@ class Runner:
         self._static.static.write(plan, inputs, self._loaded.vocab_size)
         self._static.static.to_device()
 
-    def _check_rows(self, plan: StepPlan) -> None:
+    def _check_values(self, plan: StepPlan) -> None:
         # samples may name rows that compute nothing yet: siblings that are forked off
-        for name in ("rows", "init_rows", "sample_rows"):
-            rows = getattr(plan, name)
-            if len(rows) and not (rows.min() >= 0 and rows.max() < len(self._last_token)):
-                raise InvalidPlan(
-                    f"{name} are {rows.tolist()}; they must lie in 0..{len(self._last_token) - 1} "
-                    f"(max_requests_per_batch)"
-                )
+        rows = ("rows", "init_rows", "sample_rows")
+        bounds = dict.fromkeys(rows, (0, len(self._last_token) - 1))
+        bounds["token_ids"] = (UNKNOWN_TOKEN, self._loaded.vocab_size - 1)
+        for name, (first, last) in bounds.items():
+            values = getattr(plan, name)
+            if len(values) and not (values.min() >= first and values.max() <= last):
+                odd = values[(values < first) | (values > last)]
+                raise InvalidPlan(f"{name} must lie in {first}..{last}, but hold {odd.tolist()}")
 
     def ready(self) -> link_pb2.Ready:
         """What the scheduler must know of this model and its pool."""

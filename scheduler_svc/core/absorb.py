@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,8 @@ import numpy.typing as npt
 from protos.plan import Int32, StepResult
 from scheduler_svc.core.request import FinishReason, Request, RequestState
 from scheduler_svc.core.state import InFlight, State
+
+MAX_MICROSECONDS: Final = 86_400_000_000  # of one step: a day
 
 
 @dataclass(slots=True)
@@ -21,14 +24,33 @@ class Absorbed:
     not_finite: list[Request] = field(default_factory=list)  # to fail, by name
 
 
-def why_not_the_result(step: InFlight, result: StepResult) -> str | None:
-    """What contradicts the plan in a result that a worker sent for it; None if nothing does."""
+def why_not_the_result(step: InFlight, result: StepResult, vocab_size: int = 0) -> str | None:
+    """What contradicts the plan in a result that a worker sent for it; None if nothing does.
+
+    `vocab_size` bounds the token ids; 0 = not known.
+    """
     if result.step_id != step.step_id:
         return f"the result of step {result.step_id} came where {step.step_id} was due"
     if len(result.token_ids) != len(step.sampled):
         return f"{len(result.token_ids)} tokens for {len(step.sampled)} samples"
     if len(result.is_finite) != len(step.rows):
         return f"{len(result.is_finite)} verdicts on {len(step.rows)} rows"
+    if vocab_size:
+        for name, token_ids in (("token", result.token_ids), ("top id", result.top_ids)):
+            if len(token_ids) and not (token_ids.min() >= 0 and token_ids.max() < vocab_size):
+                odd = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
+                return f"{name} {odd[0]} is outside of the vocabulary of {vocab_size}"
+    if np.count_nonzero(result.is_finite >> 1):  # also of negative numbers
+        odd = result.is_finite[result.is_finite >> 1 != 0]
+        return f"{odd[0]} as a verdict on a row; allowed: 0, 1"
+    starts = result.top_start
+    if starts[0] != 0 or starts[-1] != len(result.top_ids) or np.any(starts[1:] < starts[:-1]):
+        return f"top_start does not rise from 0 to the {len(result.top_ids)} top ids"
+    if len(result.ranks) and result.ranks.min() < 0:
+        return f"the rank {result.ranks.min()} is negative"
+    for name in ("device_microseconds", "queue_microseconds"):
+        if not 0 <= getattr(result, name) <= MAX_MICROSECONDS:
+            return f"{name} is {getattr(result, name)}"
     return None
 
 

@@ -60,6 +60,7 @@ class Bench:
         num_rows: int = 4,
         max_batch_tokens: int = 16,
         allow_block_sharing: bool = True,
+        step_timeout: float = 0.0,
     ) -> None:
         self.now = 100.0
         self.events: list[Event] = []
@@ -81,6 +82,7 @@ class Bench:
             policy=policy,
             max_queue_size=max_queue_size,
             heartbeat_timeout=5.0,
+            step_timeout=step_timeout,
             clock=lambda: self.now,
         )
         self.link.start(

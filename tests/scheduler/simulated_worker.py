@@ -26,7 +26,7 @@ from worker.link import Link, Received, Session, SessionEnded
 def ready(options: argparse.Namespace) -> link_pb2.Ready:
     group = link_pb2.CacheGroup(kind="full_attention", layers=[0], blocks_per_chunk=1)
     return link_pb2.Ready(
-        model_path="simulated",
+        model_path=options.model_path,
         model_type="simulated",
         architecture="SimulatedForCausalLM",
         vocab_size=options.vocab_size,
@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=5.0)
     parser.add_argument("--num-blocks", type=int, default=10_000)
     parser.add_argument("--vocab-size", type=int, default=256)
+    parser.add_argument("--model-path", default="simulated", help="where its tokenizer is")
     options = parser.parse_args()
     hello = link_pb2.Hello(protocol=1, version="0", host="here", pid=os.getpid())
     link = Link(options.address, hello)

@@ -262,3 +262,12 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"worker_address is .*Not a directory"):
         prepare_worker_address(f"ipc://{tmp_path}/file/below/worker")
+
+
+def test_a_heartbeat_timeout_leaves_room_for_several_heartbeats() -> None:
+    """A worker that beats as it should is lost and greeted again for ever."""
+    text = message("--heartbeat-timeout", "1.9")
+    assert "heartbeat_timeout is 1.9" in text
+    assert "at least 2.0 (a worker sends one every 0.5 s" in text
+    assert load_config(["--heartbeat-timeout", "2"], {}).heartbeat_timeout == 2.0
+    assert load_config([], {}).to_configure().step_timeout == 300.0

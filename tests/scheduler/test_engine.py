@@ -18,7 +18,6 @@ from scheduler_svc.errors import (
     Unavailable,
 )
 from scheduler_svc.events import Failed
-from scheduler_svc.worker_link import WorkerMessage
 from tests.scheduler.engine_bench import Bench, right
 
 SMALLER = Geometry(4, 3 + 2, 64, (GroupGeometry(FULL_ATTENTION, 1, 1),), max_model_len=32)
@@ -250,8 +249,7 @@ def test_a_worker_that_answers_wrongly_is_lost_not_the_server() -> None:
     bench.turn()
     right_result = bench.link.worker.step(bench.link.plans.popleft())
     wrong = replace(right_result, token_ids=np.zeros(0, np.int32))
-    envelope = link_pb2.Envelope(step_result=link_pb2.StepResult(step_id=0))
-    bench.link.on_message(WorkerMessage(envelope, wrong))
+    bench.link.say_result(wrong)
     bench.turn()
     assert bench.engine.status.worker == "connecting"
     bench.link.hello()

@@ -33,7 +33,7 @@ PROMPT = list(range(10, 23))
 class WillingWorker(MemoryLink):
     """Connects by itself and computes every plan at once."""
 
-    def start(self, on_message: Callable[[WorkerMessage], None]) -> None:
+    def start(self, on_message: Callable[[WorkerMessage], None], on_death: Any = None) -> None:
         super().start(on_message)
         self.hello()
 
@@ -48,7 +48,9 @@ class WillingWorker(MemoryLink):
 @pytest_asyncio.fixture
 async def channel() -> AsyncIterator[grpc.aio.Channel]:
     """To a server that is ready, with four rows."""
-    config = Config(host="127.0.0.1", port=0, max_batch_tokens=16, max_requests_per_batch=4)
+    config = Config(
+        host="127.0.0.1", port=0, page_size=4, max_batch_tokens=16, max_requests_per_batch=4
+    )
     link = WillingWorker(GEOMETRY, 4, VOCAB_SIZE)
 
     def make_engine(deliver: Any, on_status: Any) -> Engine:

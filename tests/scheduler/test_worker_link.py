@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +65,13 @@ class Dealer:
         self.context.destroy(linger=0)
 
 
+def result_frame(counts: list[int]) -> bytes:
+    header = link_pb2.StepResult(step_id=1, counts=counts)
+    return link_pb2.Envelope(
+        scheduler_boot_id=BOOT_ID, worker_boot_id=5, step_result=header
+    ).SerializeToString()
+
+
 @pytest.fixture
 def heard() -> queue.SimpleQueue[WorkerMessage]:
     return queue.SimpleQueue()
@@ -92,7 +102,7 @@ def test_a_plan_and_its_result_cross_unchanged(
     step = commit(state, decide(state))
     assert step is not None
     plan = pack(state, step)
-    link.send(link_pb2.Envelope(), plan)
+    link.send(link_pb2.Envelope(worker_boot_id=5), plan)
     envelope, [buffer] = dealer.hear("step_plan")
     header = envelope.step_plan
     got = decode_plan(header.step_id, header.awaits_mask, header.counts, buffer)
@@ -134,19 +144,147 @@ def test_messages_of_another_session_are_dropped(
     old, new = Dealer(link.address, 5).connect(), Dealer(link.address, 6).connect()
     old.hello()
     assert next_kind(heard) == "hello"
+    new.say(ready=link_pb2.Ready())  # before its Hello
     new.hello()
     assert next_kind(heard) == "hello"
+    old.hear("heartbeat")
+    new.hear("heartbeat")  # of both sessions, which of them serves is not the link's to say
+    link.drop(old.boot_id, "another worker took over")
     farewell, _ = old.hear("bye")
     assert "took over" in farewell.bye.reason
-    old.say(ready=link_pb2.Ready())  # not the session's worker any more
+    old.say(ready=link_pb2.Ready())  # its session has ended
+    old.socket.send_multipart([b"\xff\xff\xff"])
     new.say(to=BOOT_ID - 1, ready=link_pb2.Ready())  # meant for a former scheduler
-    new.socket.send_multipart([b"\xff\xff\xff"])  # no message at all
-    new.say(step_result=link_pb2.StepResult(step_id=1, counts=[1]), buffer=b"")  # cut off
+    stranger = Dealer(link.address, 6).connect()  # another connection, the same name
+    stranger.say(ready=link_pb2.Ready())
+    stranger.hello()
+    stranger.say(to=0, heartbeat=link_pb2.Heartbeat())
+    new.hello()  # said again while the answer was on its way
     new.say(heartbeat=link_pb2.Heartbeat(busy="idle"))
     assert next_kind(heard) == "heartbeat"
+    time.sleep(0.1)
     assert heard.empty()
-    old.close()
-    new.close()
+    for dealer in (old, new, stranger):
+        dealer.close()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"\xff\xff\xff"],
+        [b"\x1a\xff"],
+        [result_frame(counts=[1]), b""],
+        [result_frame(counts=[0, 0, 0, 0])],
+        [result_frame(counts=[1, 1, 1, 0]), b"\0" * 3],
+        [result_frame(counts=[2**31 - 1] * 4), b"\0" * 16],
+        [result_frame(counts=[-1, 0, 0, 0]), b"\0" * 4],
+    ],
+)
+def test_what_cannot_be_read_is_an_error_of_that_session(
+    link: WorkerLink, heard: queue.SimpleQueue[WorkerMessage], frames: list[bytes]
+) -> None:
+    """Dropped in silence, a result is waited for until the end of days; raised, it ends the thread
+    that hears all workers."""
+    bad, good = Dealer(link.address, 5).connect(), Dealer(link.address, 6).connect()
+    bad.hello()
+    assert next_kind(heard) == "hello"
+    bad.socket.send_multipart(frames)
+    message = heard.get(timeout=10)
+    assert message.envelope.worker_boot_id == 5
+    assert message.error is not None
+    assert message.result is None
+    assert "cannot be read" in message.error
+    good.hello()
+    assert next_kind(heard) == "hello"
+    for dealer in (bad, good):
+        dealer.close()
+
+
+def test_a_closed_connection_is_an_error_of_the_session(
+    link: WorkerLink, heard: queue.SimpleQueue[WorkerMessage]
+) -> None:
+    """A worker that was killed is noticed only when its heartbeats have failed for long."""
+    dealer = Dealer(link.address, 5).connect()
+    dealer.hello()
+    assert next_kind(heard) == "hello"
+    dealer.close()
+    message = heard.get(timeout=10)
+    assert (message.envelope.worker_boot_id, message.error) == (5, "its connection is closed")
+
+
+def test_another_session_on_the_same_connection_ends_the_one_before(
+    link: WorkerLink, heard: queue.SimpleQueue[WorkerMessage]
+) -> None:
+    """A worker that says Hello under ever new names would have a session for each of them."""
+    dealer = Dealer(link.address, 5).connect()
+    dealer.hello()
+    assert next_kind(heard) == "hello"
+    dealer.boot_id = 6
+    dealer.hello()
+    message = heard.get(timeout=10)
+    assert (message.envelope.worker_boot_id, message.error) == (5, "it begins another session")
+    assert next_kind(heard) == "hello"
+    dealer.close()
+
+
+def test_a_thread_that_dies_is_not_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The service would go on without ever hearing a worker again."""
+    deaths: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+
+    def fail(*_: object) -> bool:
+        raise zmq.ZMQError(zmq.ETERM)
+
+    monkeypatch.setattr(WorkerLink, "_obey", fail)
+    link = WorkerLink(f"ipc://{tmp_path}/link", BOOT_ID)
+    link.start(lambda message: None, deaths.put)
+    link.drop(1)
+    assert isinstance(deaths.get(timeout=10), zmq.ZMQError)
+    link.stop()
+    assert "the worker link stops" in caplog.text
+
+
+def test_nobodys_address_is_taken(tmp_path: Path) -> None:
+    """A second scheduler of the same user gets the workers of the first one."""
+    first, second = (WorkerLink(f"ipc://{tmp_path}/link", boot_id) for boot_id in (1, 2))
+    heard: queue.SimpleQueue[WorkerMessage] = queue.SimpleQueue()
+    first.start(heard.put)
+    with pytest.raises(OSError, match=rf"link cannot be bound: .*pid {os.getpid()}.*--worker-addr"):
+        second.start(lambda message: None)
+    dealer = Dealer(first.address, 5).connect()
+    dealer.hello()
+    assert next_kind(heard) == "hello"
+    dealer.close()
+    first.stop()
+    second.start(heard.put)  # the file is still there, and in nobody's way
+    second.stop()
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_a_socket_of_another_program_is_kept_and_one_left_behind_is_not(
+    tmp_path: Path, is_live: bool
+) -> None:
+    """libzmq removes whatever is at the path; a lock alone protects only from one's own kind."""
+    path = tmp_path / "link"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    if not is_live:
+        listener.close()
+    link = WorkerLink(f"ipc://{path}", BOOT_ID)
+    if is_live:
+        with pytest.raises(OSError, match="another program listens there"):
+            link.start(lambda message: None)
+        listener.close()
+        path.unlink()
+        path.write_text("a letter")
+        with pytest.raises(OSError, match="something else than a socket"):
+            link.start(lambda message: None)
+        assert path.read_text() == "a letter"
+        path.unlink()
+    link.start(lambda message: None)
+    link.stop()
 
 
 def test_a_dropped_session_hears_nothing_until_it_says_hello(
@@ -160,10 +298,11 @@ def test_a_dropped_session_hears_nothing_until_it_says_hello(
     link.drop(dealer.boot_id + 1)  # of a session that has been replaced: nothing happens
     dealer.hear("heartbeat")
     link.drop(dealer.boot_id)
-    link.send(link_pb2.Envelope(configure=link_pb2.Configure()))
+    link.send(link_pb2.Envelope(worker_boot_id=5, configure=link_pb2.Configure()))
     dealer.hello()
     assert next_kind(heard) == "hello"
-    link.send(link_pb2.Envelope(configure=link_pb2.Configure(model="second")))
+    configure = link_pb2.Configure(model="second")
+    link.send(link_pb2.Envelope(worker_boot_id=5, configure=configure))
     assert dealer.hear("configure")[0].configure.model == "second"
     dealer.close()
 

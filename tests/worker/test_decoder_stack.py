@@ -13,7 +13,7 @@ from tests.worker.planner import Answer, GreedySample, Planner, Request, serve
 from tests.worker.step_bench import load as load_smollm2
 from tests.worker.step_bench import step_of
 from tests.worker.tiny_models import gemma2, gemma3, llama, olmo2, phi3, smollm3
-from worker.decoder_layer import FusedLayer
+from worker.decoder_layer import FusedLayer, Workspace
 from worker.decoder_stack import DecoderStack
 from worker.fusing import fuse_model, unfuse_model
 from worker.packed_linear import PackedLinear
@@ -186,3 +186,28 @@ def test_the_embedded_model_is_served_by_a_stack_over_narrow_weights(
     _, step = step_of(loaded, num_rows=3, num_tokens=20)
     step()
     assert computed == [3]
+
+
+def test_a_token_that_is_named_often_stays_within_the_workspace(
+    served: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DESIGN allows several logits of a row; more of them than tokens wrote behind the arrays."""
+    guarded: dict[str, torch.Tensor] = {}
+    reserve = Workspace.reserve
+
+    def reserve_and_guard(self: Workspace, rows: int) -> None:
+        reserve(self, rows)
+        for name in ("normed", "summand", "qkv", "attended", "gate_up"):
+            size = getattr(self, name).numel()
+            guarded[name] = torch.full((2 * size,), 7.0)
+            setattr(self.c_struct, name, guarded[name].data_ptr())
+
+    it = served(olmo2, num_threads=1)  # as many heads for keys as for queries
+    monkeypatch.setattr(Workspace, "reserve", reserve_and_guard)
+    plan = it.planner.plan(
+        [(Request(list(range(3, 11)), 1, row=0), 8)], logits_indices=[7] * 12, sample_logits=[0]
+    )
+    it.runner.step(plan)
+    assert guarded
+    for name, memory in guarded.items():
+        assert (memory[len(memory) // 2 :] == 7.0).all(), f"{name} was written beyond its end"

@@ -13,9 +13,10 @@ from zmq.auth import create_certificates, load_certificate
 
 from protos import link_pb2
 from protos.plan import StepResult
+from protos.session import PROTOCOL
 from tests.worker.fake_scheduler import FakeScheduler, make_plan
 from worker.curve import CurveKeys
-from worker.link import PROTOCOL, Link, LinkClosed, PlanRefused, SessionEnded
+from worker.link import Link, LinkClosed, PlanRefused, SessionEnded
 
 MakeLink = Callable[..., Link]
 MakeScheduler = Callable[..., FakeScheduler]
@@ -246,6 +247,47 @@ def test_dismissed_worker_waits_for_the_next_scheduler(
         assert envelope.WhichOneof("message") == "heartbeat"  # those sent before the Bye came
     scheduler.close()
     make_scheduler(boot_id=8).receive("hello")
+
+
+def test_a_dismissed_worker_offers_itself_without_insisting(
+    make_link: MakeLink, make_scheduler: MakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its successor may go away, and nobody else would ever call it back; a Hello like any other
+    would take the requests from a successor that is well."""
+    monkeypatch.setattr("worker.link.STANDBY_SECONDS", 0.1)
+    link, scheduler = make_link(), make_scheduler()
+    assert not scheduler.configure().hello.is_standby
+    link.accept()
+    scheduler.send(bye=link_pb2.Bye(reason="another worker took over"))
+    offers = [scheduler.receive("hello") for _ in range(3)]
+    assert all(offer.hello.is_standby for offer in offers)
+    assert len({offer.worker_boot_id for offer in offers}) == 3
+    scheduler.configure(model="again")
+    session = link.accept()
+    assert session.configure.model == "again"
+    session.send_ready(link_pb2.Ready())
+    scheduler.receive("ready")
+    scheduler.send(heartbeat=link_pb2.Heartbeat(), scheduler_boot_id=1234)
+    assert not scheduler.receive("hello").hello.is_standby
+
+
+def test_no_heartbeat_calls_a_step_finished_before_its_result_is_sent(
+    make_link: MakeLink, make_scheduler: MakeScheduler
+) -> None:
+    """The scheduler takes a result that comes later for lost, and the worker with it."""
+    link, scheduler = make_link(heartbeat_seconds=0.0005), make_scheduler()
+    scheduler.configure()
+    session = link.accept()
+    for step_id in range(200):
+        session.send_result(make_result(step_id, 1))
+    seen = -1
+    while seen < 199:
+        envelope = scheduler.receive_any(10)
+        assert envelope is not None
+        if envelope.WhichOneof("message") == "step_result":
+            seen = envelope.step_result.step_id
+        else:
+            assert envelope.heartbeat.last_finished_step <= seen
 
 
 def test_close_says_bye_after_what_was_sent(

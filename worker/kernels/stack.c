@@ -98,7 +98,9 @@ static void run_layer(struct team team, const struct stacked *stacked, const str
   together(team);
   attend_share(team, &stacked->kv, &queries, tables, sharing);
   together(team);
-  if (wanted.rows && wanted.count * (layer->hidden + q_width) <= rows * width)
+  /* a row may be named more than once; the workspace holds `rows` */
+  if (wanted.rows && wanted.count <= rows &&
+      wanted.count * (layer->hidden + q_width) <= rows * width)
     finish_wanted(team, layer, x, rows, wanted, out, work);
   else
     finish(team, layer, x, work->attended, rows, out, work);
