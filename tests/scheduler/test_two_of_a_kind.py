@@ -30,14 +30,24 @@ class Worker:
         self.link = Link(address, link_pb2.Hello(protocol=PROTOCOL, host=name, pid=1))
         self.num_configures = 0
         self.loaded = threading.Event()
-        threading.Thread(target=self._live, daemon=True).start()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._live)
+        self._thread.start()
+
+    def close(self, reason: str) -> None:
+        self._is_closed = True
+        self.link.close(reason)
+        self.loaded.set()
+        self._thread.join()
 
     def _live(self) -> None:
         try:
             while True:
                 session = self.link.accept()
                 self.num_configures += 1
-                self.loaded.wait(PATIENCE)
+                self.loaded.wait()
+                if self._is_closed:
+                    return
                 session.send_ready(MemoryLink(GEOMETRY, 4).ready_message())
                 try:
                     while True:
@@ -87,7 +97,7 @@ def test_a_second_worker_never_leaves_the_service_without_one(
     second = Worker(address, "second")
     wait_for(lambda: second.num_configures == 1)
     assert serves() == "first"
-    second.link.close("it changed its mind while it loaded")
+    second.close("it changed its mind while it loaded")
     wait_for(lambda: not engine._session._loading)
     assert serves() == "first"
 
@@ -96,9 +106,9 @@ def test_a_second_worker_never_leaves_the_service_without_one(
     wait_for(lambda: serves() == "third")
     time.sleep(0.5)  # in which the first one offers itself several times
     assert (serves(), first.num_configures, third.num_configures) == ("third", 1, 1)
-    third.link.close("killed")
+    third.close("killed")
     wait_for(lambda: serves() == "first")
-    first.link.close("the test is over")
+    first.close("the test is over")
 
 
 def test_a_second_scheduler_at_the_address_says_so_and_ends(
@@ -118,4 +128,4 @@ def test_a_second_scheduler_at_the_address_says_so_and_ends(
     worker = Worker(address, "late")
     worker.loaded.set()
     wait_for(lambda: engine.status.is_ready)
-    worker.link.close("the test is over")
+    worker.close("the test is over")
