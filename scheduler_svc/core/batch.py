@@ -97,10 +97,11 @@ class Batch:
         for row in rows.tolist():
             self.add_row(row, 1)
 
-    def add_row(self, row: int, wanted: int) -> None:
+    def add_row(self, row: int, wanted: int, reserved_tokens: int = 0) -> None:
         """Up to so many tokens of a running row, if budgets and memory allow.
 
         A prefill takes fewer when memory for fewer is there; a row that gets none is stalled.
+        It gets blocks for these tokens, or for `reserved_tokens` if that is more.
         """
         count = min(wanted, self.tokens_left)
         if count == 0 or self.requests_left == 0:
@@ -109,7 +110,7 @@ class Batch:
         tails = self._tail_copies(row)
         while count:
             counts = np.array([count], np.int32)
-            needed, pages = blocks_needed(self._state, rows, counts)
+            needed, pages = blocks_needed(self._state, rows, counts, reserved_tokens)
             if not self.is_empty and pages[0] > self.pages_left:
                 self.is_over_budget = True
                 return
@@ -216,10 +217,17 @@ class Batch:
         return self._state.rows.tail_block(group, row, self._state.geometry.page_size)
 
 
-def blocks_needed(state: State, rows: Int32, num_new_tokens: Int32) -> tuple[Int32, Int32]:
-    """New blocks [G, R] behind the tables for these tokens, and pages read by each row [R]."""
+def blocks_needed(
+    state: State, rows: Int32, num_new_tokens: Int32, reserved_tokens: int = 0
+) -> tuple[Int32, Int32]:
+    """New blocks [G, R] behind the tables for these tokens, and pages read by each row [R].
+
+    A table reaches at least to `reserved_tokens` of its row.
+    """
     page_size = np.int32(state.geometry.page_size)
     lengths = state.rows.computed[rows] + num_new_tokens
+    if reserved_tokens:
+        lengths = np.maximum(lengths, np.int32(reserved_tokens))
     pages = (lengths + (page_size - np.int32(1))) // page_size
     needed = np.maximum(pages - state.rows.table_len[:, rows], 0)
     read = (pages - state.rows.table_first[:, rows]).sum(axis=0)
