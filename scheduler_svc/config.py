@@ -23,6 +23,7 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from protos import link_pb2
 from scheduler_svc.core.policies import POLICIES
+from scheduler_svc.core.step_time import TARGET_STEP_MS
 
 MAX_IPC_PATH_BYTES: Final = 107  # what a Unix socket's address holds
 _MAX_COUNT: Final = (1 << 31) - 1
@@ -159,6 +160,14 @@ class Config:
         "decodes beside it; at least max_requests_per_batch",
         minimum=1,
         maximum=1 << 24,
+    )
+    target_step_ms: float | None = setting(
+        None,
+        "milliseconds that a step aims at while somebody waits for its tokens; prompts are cut for "
+        "it; 0 = never, unset = by device ("
+        + ", ".join(f"{device} {aim:g}" for device, aim in TARGET_STEP_MS.items())
+        + ")",
+        minimum=0.0,
     )
     max_requests_per_batch: int = setting(
         64,

@@ -278,6 +278,7 @@ class Engine:
             max_model_len=ready.max_model_len,
             num_swap_chunks=ready.num_swap_chunks,
             overlaps_swap=ready.overlaps_swap,
+            device=ready.device,
         )
         self._make_text()
         self._state.lose_worker(geometry)

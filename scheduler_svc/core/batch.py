@@ -15,6 +15,7 @@ from protos.plan import Int32
 from scheduler_svc.core.request import Request, Swapped
 from scheduler_svc.core.room import Room
 from scheduler_svc.core.state import State
+from scheduler_svc.core.step_time import PromptTime
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +68,7 @@ class Batch:
         self.tokens_left = limits.max_batch_tokens
         self.requests_left = limits.max_requests_per_batch
         self.pages_left = limits.cache_budget or sum(a.num_blocks for a in state.allocators)
+        self.prompt_time: PromptTime | None = None  # None = as long as it takes
         self.room = Room(state.allocators)
         self.admissions: list[Admission] = []
         self.stalled: list[int] = []  # rows that found no memory
@@ -103,7 +105,9 @@ class Batch:
         A prefill takes fewer when memory for fewer is there; a row that gets none is stalled.
         It gets blocks for these tokens, or for `reserved_tokens` if that is more.
         """
-        count = min(wanted, self.tokens_left)
+        num_computed = int(self._state.rows.computed[row])
+        is_prompt = not self._state.rows.is_decoding[row]
+        count = min(self._cut(wanted, num_computed) if is_prompt else wanted, self.tokens_left)
         if count == 0 or self.requests_left == 0:
             return
         rows = np.array([row], np.int32)
@@ -116,6 +120,8 @@ class Batch:
                 return
             if self.room.fits((needed + tails)[:, 0].tolist()):
                 self._add(_Part(rows, counts, needed, tails), int(pages[0]))
+                if is_prompt:
+                    self._spend(count, num_computed)
                 for group in np.flatnonzero(tails[:, 0]).tolist():
                     self.room.give(group, np.array([self._tail(group, row)], np.int32))
                 return
@@ -128,7 +134,7 @@ class Batch:
         It gets blocks for these tokens, or for `reserved_tokens` if that is more.
         """
         state = self._state
-        count = min(wanted, self.tokens_left)
+        count = min(self._cut(wanted, admission.num_computed), self.tokens_left)
         if count == 0 or self.requests_left == 0:
             return False
         room = self.room.copy()
@@ -160,6 +166,7 @@ class Batch:
             np.zeros_like(blocks),
         )
         self._add(part, read)
+        self._spend(count, admission.num_computed)
         return True
 
     def decision(self, soft_resets: list[Request], offloads: list[Request]) -> Decision:
@@ -190,6 +197,13 @@ class Batch:
         self.requests_left -= len(part.rows)
         self.pages_left -= pages
         self.room.take((part.new_blocks + part.tail_copies).sum(axis=1).tolist())
+
+    def _cut(self, wanted: int, num_computed: int) -> int:
+        return self.prompt_time.cut(wanted, num_computed) if self.prompt_time else wanted
+
+    def _spend(self, num_tokens: int, num_computed: int) -> None:
+        if self.prompt_time:
+            self.prompt_time.spend(num_tokens, num_computed)
 
     def _shared_tails(self, rows: Int32) -> npt.NDArray[np.bool_]:
         """Which rows' next token goes into a block that somebody else owns too. [G, R]"""
