@@ -168,6 +168,7 @@ class Config:
         + ", ".join(f"{device} {aim:g}" for device, aim in TARGET_STEP_MS.items())
         + ")",
         minimum=0.0,
+        maximum=3_600_000.0,
     )
     max_requests_per_batch: int = setting(
         64,

@@ -40,7 +40,7 @@ def decide(state: State) -> Decision:
     has_margin = batch.room.free_share() >= state.limits.safety_margin
     if state.policy.holds_finished:
         fill_static_batch(state, batch)
-    elif state.step_cost.aim:
+    elif state.step_cost.aim and (len(state.pending) or not decodes.all()):
         decoding = state.rows.computed[spared[decodes]] + np.int32(1)
         batch.prompt_time = PromptTime(state.step_cost, decoding)
     for phase in state.policy.phases:

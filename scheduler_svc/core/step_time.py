@@ -1,21 +1,24 @@
-"""How much prompt a step may compute, so that whoever is waiting for its tokens waits not too long.
+"""How much prompt a step computes, so that nobody waits long for the tokens that it samples.
 
-A step that decodes aims at a time. Its prompts get what its decoding rows leave of that, at the
-speed that results have reported: the measured time of a step is an input of the core, as its tokens
-are, so equal results give equal plans. Two things may stretch a step. Up to twice the aim, where it
-would otherwise spend more than 4 % of its time on what any step costs, however few tokens
-it has: prompts would lose throughput. And up to twice what its decoding rows cost, where those come
-near the aim or pass it by themselves: prompts would starve.
+A step with decoding rows aims at a time. Prompts get what the decoding rows leave of it, at the
+speed that results have reported: a step's measured time is an input of the core, like its tokens,
+so the same results give the same plans. Two rules let a step take longer than the aim:
 
-In a step that decodes nothing, the first prompt may take all of max_batch_tokens. Others join it
-within the aim, for one that is completed waits for its first token: a burst gets its first tokens
-one after the other, not all at the end of one long step.
+- up to twice the aim, where its base cost, which it has however few tokens it computes, would
+  otherwise be more than 4 % of it: prompts would lose throughput;
+- up to twice what its decoding rows cost, where that is more than half of the aim: prompts would
+  starve.
 
-The cost of a step is taken to be base + per token + per key read, where a token reads the keys of
-all tokens before it (windows are not regarded). Each result moves the three towards agreeing with
-it: most that which was most of the predicted cost and is known least. So steps that only decode
-teach what a step costs at least, prompts what a token costs, long prompts what keys cost; none of
-it is forgotten meanwhile, and all of it follows when the device becomes slower or faster.
+In a step without decoding rows the first prompt may take all of max_batch_tokens; others join it
+within the aim, for whoever's prompt ends there waits for a first token. So the first tokens of a
+burst come one after the other, not all at the end of one long step. The price: a newcomer waits
+for such steps in flight, as it would wait for that prompt anyway (by priority, it need not).
+
+The estimated cost of a step is base + per token + per key read; a token reads the keys of all
+tokens before it (sliding windows are ignored). Each result corrects the three, above all what
+dominated the expected cost and is known least. So steps that only decode teach the base, prompts
+the cost of a token, long prompts that of a key; a part that a step says nothing about keeps its
+value, and all follow when the device slows down or speeds up.
 """
 
 from __future__ import annotations
@@ -29,22 +32,22 @@ import numpy.typing as npt
 from protos.plan import Int32
 
 # by kind of device, milliseconds: what a step aims at unless target_step_ms says otherwise
-TARGET_STEP_MS: Final = {"cpu": 500.0, "cuda": 50.0, "mps": 200.0}
+TARGET_STEP_MS: Final = {"cpu": 600.0, "cuda": 50.0, "mps": 200.0}
 
 MIN_PROMPT_TOKENS: Final = 16  # of a step that computes prompts at all, whatever they cost
 BASE_SHARE: Final = 1 / 25  # of a step's time that its base cost should be at most
 MOST_STRETCH: Final = 2.0  # times the aim, for the sake of BASE_SHARE
-# before the first result: what base and key cost in tokens, and tokens of a step as long as the aim
+# before the first result: base and key cost as much as so many tokens, the aim as so many
 FIRST_BASE: Final = 16.0
 FIRST_KEY: Final = 1 / 4096
 FIRST_TOKENS: Final = 64.0
-# relative variances: of base, token and key before the first result, of a measured time, and what
-# a part that is all of a step's cost may have changed since the step before
+# relative variances: of base, token and key before the first result; of a measured time; and of
+# the change from step to step of a part that is all of the cost
 FIRST_DOUBTS: Final = (4.0, 4.0, 1.0)
 NOISE: Final = 0.01
 DRIFT: Final = 0.01
-MOST_SLOWER: Final = 4.0  # times the estimate; what is beyond may be a pause of the machine
-LEAST_FACTOR: Final = 0.1  # by which one result makes a part cheaper
+MOST_SLOWER: Final = 4.0  # times what was expected; beyond that it may be a pause of the machine
+LEAST_FACTOR: Final = 0.1  # of a part's cost, after one result
 
 
 def aim_of(target_step_ms: float | None, device: str) -> float:
@@ -55,9 +58,9 @@ def aim_of(target_step_ms: float | None, device: str) -> float:
 
 
 class StepCost:
-    """The estimated cost of steps, in seconds; `aim` is what a step should take, 0 = no matter.
+    """Estimates what steps cost, in seconds; `aim` is what one should take, 0 = no matter.
 
-    A Kalman filter without correlations, in relative terms.
+    A Kalman filter with a diagonal covariance, in relative terms.
     """
 
     def __init__(self, aim: float) -> None:
@@ -71,8 +74,8 @@ class StepCost:
         return self.base + self.per_token * num_tokens + self.per_key * num_keys
 
     def learn(self, num_new_tokens: Int32, ends: Int32, seconds: float) -> None:
-        """Takes in that a step of these tokens [R], that end there in their rows [R], took so
-        long."""
+        """Takes in how long a step took that computed so many tokens of each row [R], up to
+        those ends [R]."""
         if not self.aim:
             return
         num_tokens = int(num_new_tokens.sum())
@@ -107,10 +110,10 @@ class StepCost:
 
 
 class PromptTime:
-    """What is left for prompts of the time of a step that is being decided."""
+    """The time that is left for prompts in a step that is being decided."""
 
     def __init__(self, cost: StepCost, decoding: Int32) -> None:
-        """`decoding` [R]: tokens after the step of the rows that decode in it."""
+        """`decoding` [R]: the rows that decode in it, by the tokens that they have after it."""
         self._cost = cost
         decodes = cost.of(len(decoding), int(decoding.sum(dtype=np.int64)))
         stretched = min(cost.base / BASE_SHARE, MOST_STRETCH * cost.aim)
@@ -119,9 +122,9 @@ class PromptTime:
         self._decodes = len(decoding) > 0
 
     def cut(self, wanted: int, num_computed: int) -> int:
-        """How many of so many tokens a prompt may have that stands there; 0 = it waits."""
-        if self._is_first and not self._decodes:
-            return wanted
+        """How many of the wanted tokens a prompt gets after its `num_computed`; 0 = it waits."""
+        if wanted == 1 or (self._is_first and not self._decodes):
+            return wanted  # one token: an answer that goes on where it was interrupted
         per_token = self._cost.per_token + self._cost.per_key * num_computed
         # the positive root of per_key / 2 * n^2 + per_token * n = seconds
         under_root = per_token * per_token + 2 * self._cost.per_key * self._seconds
@@ -131,7 +134,7 @@ class PromptTime:
         return min(wanted, MIN_PROMPT_TOKENS) if self._is_first else 0
 
     def spend(self, num_tokens: int, num_computed: int) -> None:
-        """So many tokens of a prompt that stands there are in the step."""
+        """A prompt got so many tokens after its `num_computed`."""
         self._is_first = False
         keys = num_tokens * (num_computed + num_tokens / 2)
         spent = self._cost.per_token * num_tokens + self._cost.per_key * keys
@@ -139,6 +142,6 @@ class PromptTime:
 
 
 def keys_read(num_new_tokens: Int32, ends: Int32) -> npt.NDArray[np.float64]:
-    """By so many tokens that end there, each reading what is before it and itself. [R]"""
+    """By the new tokens of each row, up to those ends: each reads itself and all before it. [R]"""
     keys: npt.NDArray[np.float64] = num_new_tokens * (ends - (num_new_tokens - 1) / 2)
     return keys

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.policies import PREFILL_FIRST
-from scheduler_svc.core.step_time import MIN_PROMPT_TOKENS
+from scheduler_svc.core.step_time import MIN_PROMPT_TOKENS, PromptTime, StepCost
 from tests.sim.timed import FAST_GPU, SLOW_CPU, Speed, TimedRun, limits
 
 WORKLOADS = Path(__file__).resolve().parents[1] / "workloads"
@@ -42,7 +42,7 @@ def prompt_seconds(run: TimedRun) -> float:
 @pytest.mark.parametrize("num_streams", [1, 16])
 @pytest.mark.parametrize(
     ("speed", "aim"),
-    [(SLOW_CPU, 500), (BUSY_CPU, 500), (LARGE_MODEL, 500), (SLOW_GPU, 50), (FAST_GPU, 10)],
+    [(SLOW_CPU, 600), (BUSY_CPU, 600), (LARGE_MODEL, 600), (SLOW_GPU, 50), (FAST_GPU, 10)],
 )
 def test_a_long_prompt_holds_up_nobody_who_decodes(
     speed: Speed, aim: float, num_streams: int, depth: int
@@ -56,7 +56,7 @@ def test_a_long_prompt_holds_up_nobody_who_decodes(
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
-@pytest.mark.parametrize(("speed", "aim"), [(SLOW_CPU, 500), (BUSY_CPU, 500), (SLOW_GPU, 50)])
+@pytest.mark.parametrize(("speed", "aim"), [(SLOW_CPU, 600), (BUSY_CPU, 600), (SLOW_GPU, 50)])
 def test_the_prompt_takes_as_long_as_in_whole_steps(
     speed: Speed, aim: float, is_first: bool
 ) -> None:
@@ -135,7 +135,7 @@ def test_a_prompt_that_nobody_waits_beside_takes_max_batch_tokens() -> None:
 
 
 @pytest.mark.parametrize("workload", ["mixed", "equal"])
-@pytest.mark.parametrize(("speed", "aim"), [(SLOW_CPU, 500), (FAST_GPU, 50)])
+@pytest.mark.parametrize(("speed", "aim"), [(SLOW_CPU, 600), (FAST_GPU, 50)])
 def test_the_first_tokens_of_a_burst_come_earlier(workload: str, speed: Speed, aim: float) -> None:
     """Everybody's first token waits for a step that is filled to the brim with prompts; or the
     whole burst pays for it with its throughput."""
@@ -153,6 +153,16 @@ def test_the_first_tokens_of_a_burst_come_earlier(workload: str, speed: Speed, a
     if speed is SLOW_CPU:  # the other one computes all prompts within few times the aim anyway
         assert np.mean(first_tokens[0]) < np.mean(first_tokens[1])
     assert ends[0] < 1.03 * ends[1]
+
+
+def test_an_answer_that_was_interrupted_goes_on_beside_a_prompt() -> None:
+    """What comes back from the swap pool needs one token, and waits for a long prompt's end."""
+    time = PromptTime(StepCost(0.5), np.array([100], np.int32))
+    chunk = time.cut(6000, 0)
+    time.spend(chunk, 0)
+    assert 0 < chunk < 6000
+    assert time.cut(1, 3000) == 1
+    assert time.cut(2, 0) == 0
 
 
 def test_prefill_first_keeps_to_it_as_well() -> None:
