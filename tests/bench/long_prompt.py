@@ -4,7 +4,8 @@ Two servers with the embedded model, one with target_step_ms as it is by default
 measured in turns; the one that is not being measured has nothing to do. In every turn
 
     a stream has been running for a while, and a prompt of 6,000 tokens comes: the longest gap
-    between two tokens of the stream until the prompt's first token, and how long that takes;
+    between two tokens of the stream until the prompt's first token, how long that takes, and
+    how much processor time of the worker, which says more where others use the machine too;
     a burst of 16 prompts of 200 tokens comes to an idle server: its first tokens, mean and first.
 
 The first turn is not counted: the server learns the speed of its device.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
 import tempfile
 import threading
@@ -40,20 +42,24 @@ class Turn:
 
     longest_gap: float
     long_prompt: float
+    long_prompt_cpu: float
     burst_first: float
     burst_mean: float
     burst_all: float
 
 
-def measure(address: str, starts: Iterator[int]) -> Turn:
+def measure(server: Server, starts: Iterator[int]) -> Turn:
     """`starts` are tokens that no prompt has begun with yet, so that none is found in the cache."""
-    with Chairlift(address) as chairlift:
-        gap, long_prompt = beside_a_stream(chairlift, starts)
+    with Chairlift(server.address) as chairlift:
+        prompt_figures = beside_a_stream(chairlift, server.child("worker"), starts)
         first_tokens, end = burst(chairlift, starts)
-        return Turn(gap, long_prompt, min(first_tokens), statistics.mean(first_tokens), end)
+        return Turn(*prompt_figures, min(first_tokens), statistics.mean(first_tokens), end)
 
 
-def beside_a_stream(chairlift: Chairlift, starts: Iterator[int]) -> tuple[float, float]:
+def beside_a_stream(
+    chairlift: Chairlift, worker: int, starts: Iterator[int]
+) -> tuple[float, float, float]:
+    """The longest gap, the prompt's seconds and those of the worker's processors."""
     came: list[float] = []
     stream = chairlift.generate(
         [next(starts)] * 20, max_tokens=2000, temperature=0, ignore_eos=True
@@ -66,15 +72,20 @@ def beside_a_stream(chairlift: Chairlift, starts: Iterator[int]) -> tuple[float,
     reader.start()
     while len(came) < _STREAMED_BEFORE:
         time.sleep(0.01)
-    begin = time.perf_counter()
+    begin, used = time.perf_counter(), cpu_seconds(worker)
     next(chairlift.generate(prompt(next(starts), _PROMPT_TOKENS), max_tokens=1))
-    end = time.perf_counter()
+    end, used = time.perf_counter(), cpu_seconds(worker) - used
     while came[-1] < end and reader.is_alive():  # a gap may last until after it
         time.sleep(0.01)
     stream.cancel()
     reader.join()
     gaps = [after - before for before, after in itertools.pairwise(came) if after > begin]
-    return max(gaps), end - begin
+    return max(gaps), end - begin, used
+
+
+def cpu_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def burst(chairlift: Chairlift, starts: Iterator[int]) -> tuple[list[float], float]:
@@ -134,7 +145,7 @@ def main() -> None:
         }
         for turn in range(options.turns + 1):
             for name, server in servers.items():
-                figures = measure(server.address, starts)
+                figures = measure(server, starts)
                 print(f"turn {turn} {name:3}: {figures}", flush=True)
                 if turn:
                     turns[name].append(figures)
