@@ -65,7 +65,7 @@ class StepCost:
 
     def __init__(self, aim: float) -> None:
         self.aim = aim
-        self.per_token = aim / FIRST_TOKENS
+        self.per_token = max(aim, 1e-3) / FIRST_TOKENS
         self.base = FIRST_BASE * self.per_token
         self.per_key = FIRST_KEY * self.per_token
         self._doubts: tuple[float, ...] = ()  # of base, token and key
