@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.policies import PREFILL_FIRST
-from scheduler_svc.core.step_time import MIN_PROMPT_TOKENS, PromptTime, StepCost
+from scheduler_svc.core.step_time import MIN_PROMPT_TOKENS, PromptTime, StepCost, keys_read
 from tests.sim.timed import FAST_GPU, SLOW_CPU, Speed, TimedRun, limits
 
 WORKLOADS = Path(__file__).resolve().parents[1] / "workloads"
@@ -163,6 +163,18 @@ def test_an_answer_that_was_interrupted_goes_on_beside_a_prompt() -> None:
     assert 0 < chunk < 6000
     assert time.cut(1, 3000) == 1
     assert time.cut(2, 0) == 0
+
+
+@pytest.mark.parametrize("aim", [1e-300, 1e-9, 0.5, 3600.0])
+@pytest.mark.parametrize("seconds", [-1.0, 0.0, 1e-300, 1e13])
+def test_no_time_that_a_worker_tells_stops_prompts(aim: float, seconds: float) -> None:
+    """A clock that jumps makes the estimate infinite, and the next plan fails."""
+    cost = StepCost(aim)
+    tokens, ends = np.array([1, 100], np.int32), np.array([50, 100], np.int32)
+    for told in [seconds] * 50 + [0.1] * 50:
+        cost.learn(tokens, ends, told)
+        assert 1 <= PromptTime(cost, ends[:1]).cut(6000, 0) <= 6000
+    assert 0.05 < cost.of(101, float(keys_read(tokens, ends).sum())) < 0.2
 
 
 def test_prefill_first_keeps_to_it_as_well() -> None:
