@@ -47,6 +47,7 @@ bench: $(VENV)/installed guards
 	$(BIN)/python -m tests.worker.linear_bench
 	$(BIN)/python -m tests.worker.step_bench
 	$(BIN)/python -m tests.worker.format_agreement
+	$(BIN)/python -m tests.bench.long_prompt
 	$(BIN)/python -m tests.bench.against_transformers --out build/bench $(BENCH)
 	$(BIN)/python -m tests.bench.static_vs_fifo --out build/bench $(BENCH)
 

@@ -75,6 +75,7 @@ def make_engine(
             safety_margin=margin,
             max_plans_in_flight=2 if config.use_async_batching else 1,
             allow_block_sharing=config.allow_block_sharing,
+            target_step_ms=config.target_step_ms,
         ),
         config.to_configure(),
         WorkerLink(config.worker_address, secrets.randbits(63) | 1, *curve_keys(config)),

@@ -24,6 +24,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from protos import link_pb2
 from protos.session import HEARTBEAT_SECONDS
 from scheduler_svc.core.policies import POLICIES
+from scheduler_svc.core.step_time import TARGET_STEP_MS
 
 MAX_IPC_PATH_BYTES: Final = 107  # what a Unix socket's address holds
 MIN_HEARTBEATS: Final = 4  # that must fail to come before a worker counts as dead
@@ -162,6 +163,15 @@ class Config:
         "decodes beside it; at least max_requests_per_batch",
         minimum=1,
         maximum=1 << 24,
+    )
+    target_step_ms: float | None = setting(
+        None,
+        "milliseconds that a step aims at while somebody waits for its tokens; prompts are cut for "
+        "it; 0 = never, unset = by device ("
+        + ", ".join(f"{device} {aim:g}" for device, aim in TARGET_STEP_MS.items())
+        + ")",
+        minimum=0.0,
+        maximum=3_600_000.0,
     )
     max_requests_per_batch: int = setting(
         64,

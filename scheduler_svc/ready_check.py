@@ -39,6 +39,7 @@ def geometry_of(ready: link_pb2.Ready) -> Geometry:
         max_model_len=ready.max_model_len,
         num_swap_chunks=ready.num_swap_chunks,
         overlaps_swap=ready.overlaps_swap,
+        device=ready.device,
     )
 
 

@@ -58,6 +58,7 @@ def absorb(state: State, result: StepResult) -> Absorbed:
     """The result of the oldest plan in flight; results come in the order of the plans."""
     step = state.in_flight.popleft()
     assert why_not_the_result(step, result) is None, why_not_the_result(step, result)
+    state.step_cost.learn(step.num_new_tokens, step.ends, result.device_microseconds / 1e6)
     state.free_swap(step.freed_swap)
     for _, tables in step.transfers.quarantined:
         state.give_back(tables)

@@ -17,6 +17,7 @@ from protos.plan import Int32
 from scheduler_svc.core.request import Request, Swapped
 from scheduler_svc.core.room import Room
 from scheduler_svc.core.state import State
+from scheduler_svc.core.step_time import PromptTime
 
 # Of the margin, what must be free for a further newcomer of the same step. Simulated bursts and
 # steady loads: with 0 a burst fills the pool, and up to a tenth of all tokens is computed again;
@@ -79,6 +80,7 @@ class Batch:
         self._is_read = [np.zeros(0, np.bool_)] * len(state.allocators)  # [G][block] counted
         if limits.cache_budget:
             self._is_read = [np.zeros(len(a.owners), np.bool_) for a in state.allocators]
+        self.prompt_time: PromptTime | None = None  # None = as long as it takes
         self.room = Room(state.allocators)
         self.admissions: list[Admission] = []
         self.stalled: list[int] = []  # rows that found no memory
@@ -114,24 +116,29 @@ class Batch:
         for row in rows.tolist():
             self.add_row(row, 1)
 
-    def add_row(self, row: int, wanted: int) -> None:
+    def add_row(self, row: int, wanted: int, reserved_tokens: int = 0) -> None:
         """Up to so many tokens of a running row, if budgets and memory allow.
 
         A prefill takes fewer when memory for fewer is there; a row that gets none is stalled.
+        It gets blocks for these tokens, or for `reserved_tokens` if that is more.
         """
-        count = min(wanted, self.tokens_left)
+        num_computed = int(self._state.rows.computed[row])
+        is_prompt = not self._state.rows.is_decoding[row]
+        count = min(self._cut(wanted, num_computed) if is_prompt else wanted, self.tokens_left)
         if count == 0 or self.requests_left == 0:
             return
         rows = np.array([row], np.int32)
         tails = self._tail_copies(row)
         while count:
             counts = np.array([count], np.int32)
-            needed = blocks_needed(self._state, rows, counts)
+            needed = blocks_needed(self._state, rows, counts, reserved_tokens)
             if not self.is_empty and self._read_by(rows, needed + tails) > self.pages_left:
                 self.left_out.append(row)
                 return
             if self.room.fits((needed + tails)[:, 0].tolist()):
                 self._add(_Part(rows, counts, needed, tails))
+                if is_prompt:
+                    self._spend(count, num_computed)
                 for group in np.flatnonzero(tails[:, 0]).tolist():
                     self.room.give(group, np.array([self._tail(group, row)], np.int32))
                 return
@@ -143,7 +150,7 @@ class Batch:
 
         It gets blocks for these tokens, or for `reserved_tokens` if that is more.
         """
-        count = min(wanted, self.tokens_left)
+        count = min(self._cut(wanted, admission.num_computed), self.tokens_left)
         if count == 0 or self.requests_left == 0:
             return False
         shared = [table[table >= 0] for table in admission.tables]
@@ -168,6 +175,7 @@ class Batch:
             np.zeros_like(new_blocks),
         )
         self._add(part, admission)
+        self._spend(count, admission.num_computed)
         return True
 
     def _fitting(
@@ -227,6 +235,13 @@ class Batch:
         for is_read, table in zip(self._is_read, tables, strict=True):
             is_read[table] = True
 
+    def _cut(self, wanted: int, num_computed: int) -> int:
+        return self.prompt_time.cut(wanted, num_computed) if self.prompt_time else wanted
+
+    def _spend(self, num_tokens: int, num_computed: int) -> None:
+        if self.prompt_time:
+            self.prompt_time.spend(num_tokens, num_computed)
+
     def _read_by(self, rows: Int32, new_blocks: Int32) -> int:
         """Pages that the step reads for these running rows, and for nobody chosen so far; each
         once, however many rows share it. new_blocks: [G, R]"""
@@ -282,10 +297,14 @@ class Batch:
         return self._state.rows.tail_block(group, row, self._state.geometry.page_size)
 
 
-def blocks_needed(state: State, rows: Int32, num_new_tokens: Int32) -> Int32:
-    """New blocks behind the tables for these tokens. [G, R]"""
+def blocks_needed(
+    state: State, rows: Int32, num_new_tokens: Int32, reserved_tokens: int = 0
+) -> Int32:
+    """New blocks behind the tables for these tokens, or up to `reserved_tokens`. [G, R]"""
     page_size = np.int32(state.geometry.page_size)
     lengths = state.rows.computed[rows] + num_new_tokens
+    if reserved_tokens:
+        lengths = np.maximum(lengths, np.int32(reserved_tokens))
     pages = (lengths + (page_size - np.int32(1))) // page_size
     needed: Int32 = np.maximum(pages - state.rows.table_len[:, rows], 0)
     return needed

@@ -5,8 +5,9 @@ request, cut by the budgets, where num_tokens counts the samples still outstandi
 chunked prefill, decode, a prefix hit, resuming after a preemption are the same case; only the
 order of the candidates differs (policies.py).
 
-Three budgets bound a step: tokens, requests and pages read. Running rows for which the pages do
-not suffice take turns: who was left out comes first in the next step. Memory is all or nothing over
+Three budgets bound a step: tokens, requests and pages read; and its prompts are cut so that it
+takes about the time that it aims at (step_time.py). Running rows for which the pages do not
+suffice take turns: who was left out comes first in the next step. Memory is all or nothing over
 the cache groups. A running request that finds none is stalled; shortage.py decides who makes room
 for it. Below the safety margin new prefills wait and decodes go on; the first candidate of an
 otherwise empty batch is always let through, so nothing can wedge.
@@ -30,6 +31,7 @@ from scheduler_svc.core.request import Request
 from scheduler_svc.core.shortage import active_requests, by_kind, relieve
 from scheduler_svc.core.state import State
 from scheduler_svc.core.static_batches import fill_static_batch
+from scheduler_svc.core.step_time import PromptTime
 
 LOOK_AHEAD: Final = 4  # waiting requests looked at per step, times the number of rows
 
@@ -43,6 +45,9 @@ def decide(state: State) -> Decision:
     newcomers = Newcomers(state, batch, favoured, victims)
     if state.policy.holds_finished:
         fill_static_batch(state, batch)
+    elif state.step_cost.aim and (len(state.pending) or not decodes.all()):
+        decoding = state.rows.computed[spared[decodes]] + np.int32(1)
+        batch.prompt_time = PromptTime(state.step_cost, decoding)
     phases = state.policy.phases
     if state.left_out:
         _add_in_turn(state, batch, spared)

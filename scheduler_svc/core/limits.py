@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +22,9 @@ class Limits:
     safety_margin: float = 0.15  # share of blocks that must be free for a prefill to join
     max_plans_in_flight: int = 1  # plans without a result; 2 = run ahead
     allow_block_sharing: bool = True  # the prefix cache
+    # milliseconds that a step should take, so that who waits for its tokens waits not too long:
+    # 0 = as long as it takes; None = by the worker's device (step_time.py)
+    target_step_ms: float | None = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_requests_per_batch <= self.max_batch_tokens:
@@ -33,6 +37,8 @@ class Limits:
             raise ValueError(f"safety_margin is {self.safety_margin}; allowed: 0 <= margin < 1")
         if self.max_plans_in_flight not in (1, 2):
             raise ValueError(f"max_plans_in_flight is {self.max_plans_in_flight}; allowed: 1, 2")
+        if self.target_step_ms is not None and not 0 <= self.target_step_ms < math.inf:
+            raise ValueError(f"target_step_ms is {self.target_step_ms}; allowed: at least 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ class Geometry:
     # the worker copies swapped-out blocks beside the forward: it reads them until the result of
     # the plan that says so is back
     overlaps_swap: bool = False
+    device: str = ""  # as torch names it: "cpu", "cuda:0"
 
     @property
     def usable_chunks(self) -> int:

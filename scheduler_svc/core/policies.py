@@ -18,8 +18,9 @@ blocks the least urgent is swapped out. Its margin of 20 % is wider than those 1
 swapped out does not come back at once (hysteresis).
 `AGING` arrivals outweigh one step of priority, which bounds how long anybody starves.
 
-static: the classic baseline, as padded generation does it: a batch is admitted whole, with pages
-for prompt + max_tokens reserved; finished rows are computed on until the last of the batch has
+static: the classic baseline, as padded generation does it: a batch is admitted whole, as many as
+there are rows and pages for, with pages for prompt + max_tokens reserved; all its prompts are
+computed before anybody decodes; finished rows are computed on until the last of the batch has
 ended; only then comes the next batch. Here for comparison; nobody should serve with it.
 """
 

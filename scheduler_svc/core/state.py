@@ -34,6 +34,7 @@ from scheduler_svc.core.request import (
     Swapped,
 )
 from scheduler_svc.core.rows import Rows
+from scheduler_svc.core.step_time import StepCost, aim_of
 
 
 @dataclass(slots=True)
@@ -112,6 +113,7 @@ class State:
             )
             self.swap_allocators.append(FullAttentionAllocator(self.swap_pool, *shape))
         self.prefix_cache = PrefixCache(self.allocators, geometry.page_size)
+        self.step_cost = StepCost(aim_of(self.limits.target_step_ms, geometry.device))
         longest = geometry.pool_tokens(self.policy.holds_finished)
         self.rows = Rows(
             self.limits.max_requests_per_batch,

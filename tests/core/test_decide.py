@@ -216,6 +216,8 @@ def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
         ({"max_requests_per_batch": 0}, "max_requests_per_batch is 0"),
         ({"safety_margin": 1.0}, "safety_margin is 1.0"),
         ({"max_plans_in_flight": 3}, "max_plans_in_flight is 3"),
+        ({"target_step_ms": -1.0}, "target_step_ms is -1.0"),
+        ({"target_step_ms": float("nan")}, "target_step_ms is nan"),
     ],
 )
 def test_limits_name_what_is_wrong(changes: dict[str, int], named: str) -> None:

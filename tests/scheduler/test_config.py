@@ -189,14 +189,16 @@ def test_the_engine_does_what_is_set(policy: Policy, margin: float | None) -> No
         f"--scheduler-type {policy.name} --allow-block-sharing=false --use-async-batching=false"
     )
     given = [] if margin is None else [f"--safety-margin={margin}"]
-    config = load_config([*arguments.split(), *given], {})
+    config = load_config([*arguments.split(), *given, "--target-step-ms=70"], {})
     state = make_engine(config, lambda events: None, lambda status: None)._state
     assert state.policy is policy
     assert state.limits.safety_margin == (policy.safety_margin if margin is None else margin)
     assert (state.limits.allow_block_sharing, state.limits.max_plans_in_flight) == (False, 1)
+    assert state.limits.target_step_ms == 70
     state = make_engine(Config(), lambda events: None, lambda status: None)._state
     assert state.policy is FIFO
     assert (state.limits.allow_block_sharing, state.limits.max_plans_in_flight) == (True, 2)
+    assert state.limits.target_step_ms is None, "by device"
 
 
 def test_other_variables_are_left_alone() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from scheduler_svc.core.limits import (
     GroupGeometry,
 )
 from scheduler_svc.core.request import FinishReason
+from scheduler_svc.core.step_time import TARGET_STEP_MS, aim_of
 from scheduler_svc.events import Failed, Finished
 from scheduler_svc.worker_link import WorkerMessage
 from tests.scheduler.engine_bench import Bench, assert_nothing_is_held
@@ -194,3 +195,17 @@ def test_a_result_from_before_a_fault_is_late() -> None:
     assert bench.tokens("a") == []
     bench.serve()
     assert bench.tokens("a") == Asked("a", [1, 2, 3], 6, "", frozenset(), 0.0, 0, 1).right([0])[0]
+
+
+def test_a_step_aims_at_what_the_worker_s_device_can_do() -> None:
+    """The aim of every device is off, or that of another one."""
+    bench = Bench()
+    state = bench.engine._state
+    state.limits = replace(state.limits, target_step_ms=None)
+    assert state.step_cost.aim == 0, "there is no worker"
+    bench.connect()
+    assert state.geometry.device == "cpu"
+    assert state.step_cost.aim == TARGET_STEP_MS["cpu"] / 1000
+    assert aim_of(None, "cuda:1") == TARGET_STEP_MS["cuda"] / 1000
+    assert aim_of(None, "none") == aim_of(0.0, "cpu") == 0
+    assert aim_of(70.0, "cpu") == 0.07

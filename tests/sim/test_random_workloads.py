@@ -22,6 +22,8 @@ SETUPS = {
     "small_budget": Setup(max_batch_tokens=8, max_requests=8),
     "budget_of_five": Setup(max_batch_tokens=5, max_requests=5, num_blocks=17),
     "cache_budget": Setup(cache_budget=20),
+    "target_step": Setup(target_step_ms=1.0),
+    "target_step_tiny_pool": Setup(target_step_ms=1.0, num_blocks=18, max_model_len=64),
     "chunks_of_four": Setup(num_blocks=6, groups=((0, 4),), max_model_len=64),
     "five_rows": Setup(max_requests=5),
     "sliding": Setup(num_blocks=30, groups=SLIDING),

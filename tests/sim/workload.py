@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -45,6 +45,7 @@ class Setup:
     allow_block_sharing: bool = True
     policy: str = "fifo"
     vocab_size: int = 50
+    target_step_ms: float = 0.0  # then steps take random times
 
     def geometry(self) -> Geometry:
         return Geometry(
@@ -70,6 +71,7 @@ class Setup:
             safety_margin=self.safety_margin,
             max_plans_in_flight=self.max_plans_in_flight,
             allow_block_sharing=self.allow_block_sharing,
+            target_step_ms=self.target_step_ms,
         )
 
 
@@ -189,7 +191,11 @@ class Simulation:
         self.outcome.chunked_prefills += len(step.rows) - len(step.sampled)
         self.outcome.most_running = max(self.outcome.most_running, len(step.rows))
         self.outcome.steps += 1
-        self.results.append(self.worker.step(plan))
+        result = self.worker.step(plan)
+        if self.setup.target_step_ms:
+            longest = round(4000 * self.setup.target_step_ms)
+            result = replace(result, device_microseconds=int(self.rng.integers(longest)))
+        self.results.append(result)
         check_rows(self.state, step.rows)
         if self.outcome.steps % 100 == 0:
             check(self.state)
