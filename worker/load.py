@@ -97,7 +97,7 @@ def _load_folder(path: str, configure: link_pb2.Configure, progress: Progress) -
     progress("checking the model", 0.9)
     pin_longrope(model, max_model_len)
     vocab_size = probe(model, geometry, device)
-    fuse_model(model, geometry)
+    fuse_model(model, geometry, max_model_len)
     progress("loaded", 1.0)
     return LoadedModel(
         model=model,
