@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from protos import link_pb2
 from worker.attention.interface import ATTENTION_NAME, register
 from worker.checkpoint import read_config, read_model
+from worker.deterministic import check_dense
 from worker.fusing import fuse_model
 from worker.geometry import Geometry, UnsupportedModel, geometry_of
-from worker.model_check import check_config, check_dense, probe
+from worker.model_check import check_config, probe
 from worker.packing import pack_model
 from worker.rope import pin_longrope
 
@@ -88,6 +89,8 @@ def _load_folder(path: str, configure: link_pb2.Configure, progress: Progress) -
     progress("loading weights", 0.1)
     register()
     model = read_model(path, config, dtype, ATTENTION_NAME)
+    if configure.deterministic:
+        check_dense(text_config, model)
     model.to(device).eval()  # type: ignore[arg-type]  # the decorator hides nn.Module.to
     pack_model(
         model,
