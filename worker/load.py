@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from protos import link_pb2
+from worker import control_group
 from worker.attention.interface import ATTENTION_NAME, register
 from worker.checkpoint import read_config, read_model
 from worker.deterministic import check_dense
@@ -142,9 +143,13 @@ def _refusing(path: str) -> Iterator[None]:
 
 def _short_of_memory(path: str, error: Exception) -> str:
     memory = psutil.virtual_memory()
+    free, total = memory.available, memory.total
+    allowed = control_group.free_memory()
+    if allowed is not None and allowed < free:
+        free = allowed
     return (
         f"{path}: memory is too small for it: {error or 'an allocation failed'}; "
-        f"{memory.available / 2**30:,.1f} of {memory.total / 2**30:,.1f} GiB are available"
+        f"{free / 2**30:,.1f} of {total / 2**30:,.1f} GiB may be used"
     )
 
 
