@@ -63,7 +63,9 @@ def load_model(configure: link_pb2.Configure, progress: Progress) -> LoadedModel
     """
     from worker.embedded import resolve_model
 
-    return load_folder(resolve_model(configure.model, progress), configure, progress)
+    with _refusing(configure.model):
+        path = resolve_model(configure.model, progress)
+    return load_folder(path, configure, progress)
 
 
 def load_folder(path: str, configure: link_pb2.Configure, progress: Progress) -> LoadedModel:
