@@ -106,8 +106,8 @@ def cache_folder() -> Path:
         return (Path(shared) if shared else Path.home() / ".cache") / "chairlift"
     except RuntimeError as error:
         raise ModelNotFound(
-            f"the embedded model is converted once, and kept in a cache folder: {error}; set "
-            f"CHAIRLIFT_CACHE_DIR to a folder that can be written"
+            "the embedded model is converted once and kept in a cache folder, but there is no home "
+            "directory for one; set CHAIRLIFT_CACHE_DIR to a folder that can be written"
         ) from error
 
 

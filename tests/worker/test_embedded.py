@@ -97,7 +97,7 @@ def test_a_user_without_a_home_is_told_what_to_set(
         monkeypatch.delenv(name, raising=False)
     if own is not None:
         monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", own)
-    with pytest.raises(ModelNotFound, match=r"home directory.*; set CHAIRLIFT_CACHE_DIR"):
+    with pytest.raises(ModelNotFound, match="home directory for one; set CHAIRLIFT_CACHE_DIR"):
         resolve_model(DEFAULT_MODEL)
     with pytest.raises(ModelNotFound, match="is no folder that exists"):
         resolve_model("~nobody-of-this-name/model")
