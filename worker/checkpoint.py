@@ -27,7 +27,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import cached_file
 
 from worker.geometry import UnsupportedModel
-from worker.weight_report import Report, check_report, is_mask
+from worker.weight_report import Report, check_report, count, is_mask
 
 _POINTER: Final = b"version https://git-lfs"
 _ADAPTER: Final = "adapter_config.json"
@@ -232,8 +232,8 @@ def _refuse_codes(model: PreTrainedModel, stored: Mapping[str, Stored], report: 
     ]
     if codes:
         raise UnsupportedModel(
-            f"{model.config.model_type}: {len(codes)} tensors are stored as quantised codes "
-            f"({codes[0]} as {stored[codes[0]].dtype}), but config.json has no "
+            f"{model.config.model_type}: {count(codes)} stored as quantised codes ({codes[0]} as "
+            f"{stored[codes[0]].dtype}), but config.json has no "
             f"quantization_config that says what they stand for"
         )
 

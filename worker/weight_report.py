@@ -67,12 +67,12 @@ def check_report(model: PreTrainedModel, report: Report, shapes: Mapping[str, Sh
         return
     faults = []
     if missing:
-        faults.append(f"{_count(missing)} missing ({_first(missing)})")
+        faults.append(f"{count(missing)} missing ({_first(missing)})")
     if misshapen:
         different = [f"{name} {list(a)}, not {list(b)}" for name, a, b in misshapen]
-        faults.append(f"{_count(different)} of another shape ({_first(different)})")
+        faults.append(f"{count(different)} of another shape ({_first(different)})")
     if unexpected:
-        faults.append(f"{_count(unexpected)} without a place in the model ({_first(unexpected)})")
+        faults.append(f"{count(unexpected)} without a place in the model ({_first(unexpected)})")
     raise UnsupportedModel(
         f"{model.config.model_type}: the weights do not fit config.json: {'; '.join(faults)}. "
         f"{_advice(missing, unexpected, shapes)}"
@@ -131,7 +131,8 @@ def _other_prefix(missing: list[str], others: list[str]) -> str:
     return ""
 
 
-def _count(names: list[str]) -> str:
+def count(names: list[str]) -> str:
+    """The subject of a sentence, its verb included."""
     return f"{len(names)} tensor{' is' if len(names) == 1 else 's are'}"
 
 

@@ -130,7 +130,7 @@ def test_codes_are_no_weights(checkpoint, dtype, file):
         torch.save(tensors, checkpoint.folder / file)
     else:
         save_file(tensors, checkpoint.weights, {"format": "pt"})
-    checkpoint.refuses(rf"1 tensors are stored as quantised codes \({DOWN} as ")
+    checkpoint.refuses(rf"1 tensor is stored as quantised codes \({DOWN} as ")
 
 
 @pytest.mark.parametrize(
