@@ -26,6 +26,7 @@ from typing import Any
 from protos import link_pb2
 from protos.session import PROTOCOL
 from worker import systemd
+from worker.control_group import usable_threads
 from worker.curve import CurveKeys
 from worker.kernels.build import build_ahead
 from worker.link import Link
@@ -57,8 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         with _no_garbage():
             import torch  # seconds; after the signals, so that Ctrl-C is clean from the start
 
-        if options.threads:
-            torch.set_num_threads(options.threads)
+        torch.set_num_threads(options.threads or usable_threads(torch.get_num_threads()))
         keys = CurveKeys.from_environment()
         if keys is None and options.connect.startswith("tcp://"):
             logger.warning("%s without CURVE keys: whoever can reach it sees every prompt (%s)",

@@ -182,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     asks = read_workload(options.workload)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model: Any = AutoModelForCausalLM.from_pretrained(
-        resolve_model(options.model), dtype=getattr(torch, options.dtype)
+        resolve_model(options.model), dtype=getattr(torch, options.dtype), trust_remote_code=False
     )
     model = model.to(device).eval()
     model.generation_config = _greedy(1, None)  # else the checkpoint's own defaults are merged in

@@ -9,7 +9,7 @@ proving that the result is the same (fusing.py), attention (attention/), all lay
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +21,17 @@ from worker.kernels.build import kernel_library
 from worker.packed_linear import PackedLinear
 
 SILU, GELU_TANH = 0, 1  # of decoder.c
+# What layers are handed beside what FusedLayer uses: positions are in the embeddings already, which
+# fusing.py proves, and the rest is about caches that a step does not have.
+_HARMLESS: Final = frozenset(
+    {
+        "hidden_states",
+        "attention_mask",
+        "position_embeddings",
+        "position_ids",
+        "cache_position",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,10 +136,12 @@ class FusedLayer:
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_embeddings: Embeddings | None = None,
-        **_: Any,
+        **others: Any,
     ) -> torch.Tensor:
-        """[1, T, hidden] -> the same shape."""
+        """[1, T, hidden] -> the same shape. Raises TypeError for an argument it does not know."""
         parts = self.parts
+        if unknown := unknown_arguments(others):
+            raise TypeError(f"a fused layer takes no {', '.join(unknown)}")
         refuse_mask(parts.attention, attention_mask)
         if self.stack is not None:
             answer = self.stack(self, hidden_states, position_embeddings)
@@ -156,6 +169,15 @@ class FusedLayer:
             threads,
         )
         return out
+
+
+def unknown_arguments(arguments: Mapping[str, Any]) -> list[str]:
+    """Names of those that may change what a layer computes in a way that FusedLayer does not."""
+    return [
+        name
+        for name, value in arguments.items()
+        if name not in _HARMLESS and value is not None and value is not False
+    ]
 
 
 # (layer, its input, its embeddings) -> its output, or None: then the layer is to compute it

@@ -14,6 +14,7 @@ By hand: `python -m worker.embedded [NAME]` prints the folder.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import importlib.util
 import os
@@ -21,7 +22,6 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -60,15 +60,15 @@ def resolve_model(name: str, progress: Progress = lambda what, fraction: None) -
     """The folder (absolute) or Hub id that `name` stands for.
 
     Converts an embedded model when it is not in the cache yet, telling `progress`.
-    Raises ModelNotFound when a local folder or a package is not there, OSError when the cache
-    folder cannot be written.
+    Raises ModelNotFound when a local folder or a package is not there, or the cache folder cannot
+    be written.
     """
     embedded = EMBEDDED.get(name.lower())
     if embedded is not None:
-        folder = cache_folder() / embedded.folder
-        make_once(folder, lambda partial: _convert(embedded, partial, progress), progress)
-        return str(folder)
-    path = Path(name or "an empty name").expanduser()  # Path("") is the current folder
+        return _converted(embedded, progress)
+    path = Path(name or "an empty name")  # Path("") is the current folder
+    with contextlib.suppress(RuntimeError):  # no home, or no such user: there is no such folder
+        path = path.expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFound(f"model {name!r} is a folder without config.json")
@@ -83,13 +83,32 @@ def resolve_model(name: str, progress: Progress = lambda what, fraction: None) -
     return name
 
 
+def _converted(embedded: EmbeddedModel, progress: Progress) -> str:
+    folder = cache_folder() / embedded.folder
+    try:
+        make_once(folder, lambda partial: _convert(embedded, partial, progress), progress)
+    except OSError as error:
+        raise ModelNotFound(
+            f"the embedded model is converted once, into {folder}, and that fails: {error}; set "
+            f"CHAIRLIFT_CACHE_DIR to a folder that can be written and has 0.6 GB free"
+        ) from error
+    return str(folder)
+
+
 def cache_folder() -> Path:
-    """Where converted models are kept; not created here."""
+    """Where converted models are kept; not created here. Raises ModelNotFound for a user without
+    a home who names no folder."""
     own = os.environ.get("CHAIRLIFT_CACHE_DIR")
-    if own:
-        return Path(own).expanduser().resolve()
     shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "chairlift"
+    try:
+        if own:
+            return Path(own).expanduser().resolve()
+        return (Path(shared) if shared else Path.home() / ".cache") / "chairlift"
+    except RuntimeError as error:
+        raise ModelNotFound(
+            "the embedded model is converted once and kept in a cache folder, but there is no home "
+            "directory for one; set CHAIRLIFT_CACHE_DIR to a folder that can be written"
+        ) from error
 
 
 def make_once(folder: Path, make: Callable[[Path], None], progress: Progress) -> None:
@@ -111,7 +130,7 @@ def make_once(folder: Path, make: Callable[[Path], None], progress: Progress) ->
         partial.rename(folder)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _lock(path: Path, progress: Progress) -> Iterator[None]:
     """Held by one process at a time; the kernel gives it back when that process dies."""
     with path.open("w") as file:

@@ -3,9 +3,11 @@
 Recognised are layers in float32 on the CPU whose parts are those of the llama line: packed linear
 layers, RMS norms before or behind attention and MLP (or both), norms of queries and keys, rotary
 embedding in halves, a gated MLP. Names and shapes only propose what a layer computes: each is then
-run on a few tokens beside the layer it stands for, and taken only where queries, keys, values and
-output agree. So a scale, a clamp or an order of operations that nobody thought of costs speed, not
-answers. All other layers stay as they are.
+run beside the layer it stands for, and taken only where queries, keys, values and output agree.
+The tokens of this proof lie where a model may change its mind: at the first positions, around
+windows and lengths that the configuration names, at the last positions, and one by itself. A layer
+that is handed anything which the fused one does not take is left alone. So a scale or an order of
+operations that nobody thought of costs speed, not answers. All other layers stay as they are.
 
 The plain twin is the model's own forward: unfuse_model() brings it back.
 
@@ -16,8 +18,10 @@ all of them as one (decoder_stack.py), packing (packing.py).
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -25,12 +29,23 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from worker.attention.interface import AttentionCall, answering, layer_index
-from worker.decoder_layer import GELU_TANH, SILU, FusedLayer, LayerParts, Norm, Workspace
+from worker.decoder_layer import (
+    GELU_TANH,
+    SILU,
+    FusedLayer,
+    LayerParts,
+    Norm,
+    Workspace,
+    unknown_arguments,
+)
 from worker.decoder_stack import DecoderStack
 from worker.geometry import Geometry
 from worker.packed_linear import PackedLinear
 
-_TRIED_TOKENS: Final = 5
+_FIRST_POSITIONS: Final = 5
+# Names of numbers in a configuration from which on, or up to which, something may be different.
+_LENGTHS: Final = re.compile(r"position|window|length|_len$|chunk|floor")
+_MOST_LENGTHS: Final = 8
 # Of the largest value: sums in another order differ by less than this; where activations are
 # quantised, one of them may fall on the other side of half a step.
 _TOLERANCE: Final = 2e-4
@@ -74,28 +89,36 @@ class _Unlike(ValueError):
     """Why a layer cannot be fused."""
 
 
-def fuse_model(model: PreTrainedModel, geometry: Geometry) -> int:
-    """Fuse in place, and log what was done. Returns the number of fused layers."""
+def fuse_model(model: PreTrainedModel, geometry: Geometry, max_model_len: int) -> int:
+    """Fuse in place, and log what was done. Returns the number of fused layers.
+
+    The layers are proved for positions up to max_model_len - 1.
+    """
     layers = getattr(model.base_model, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         return 0
     if not any(isinstance(module, PackedLinear) for module in layers.modules()):
         return 0  # what is not packed is meant to stay as it is
-    recorded = _record(model, layers)
+    every = tried_positions(model.config.get_text_config().to_dict(), max_model_len)
+    recorded = [_record(model, layers, positions) for positions in (every, every[-1:])]
     workspace = Workspace()
     fused: list[FusedLayer] = []
     reasons: Counter[str] = Counter()
     for layer in layers:
         try:
             one = FusedLayer(_parts(layer, geometry), workspace)
-            _prove(one, layer, recorded)
+            for run in recorded:
+                _prove(one, layer, run)
+            _see_one_call(one, recorded)
         except _Unlike as reason:
             reasons[str(reason)] += 1
         else:
             layer.forward = one
             fused.append(one)
     name = type(layers[0]).__name__
-    is_stack = len(fused) == len(layers) and _follow_each_other(layers, recorded)
+    is_stack = len(fused) == len(layers) and all(
+        _follow_each_other(layers, run) for run in recorded
+    )
     if is_stack:
         DecoderStack(fused, workspace)
     _logger.info(
@@ -218,14 +241,43 @@ class _Recorder:
         return mixed.transpose(1, 2).contiguous()
 
 
-def _record(model: PreTrainedModel, layers: nn.ModuleList) -> _Recorder:
-    """A forward of a few tokens: what every layer gets, asks of its attention, and gives."""
+def tried_positions(config: Mapping[str, Any], max_model_len: int) -> list[int]:
+    """Rising positions below max_model_len at which a layer may compute something else than at the
+    others: the first and last ones, the middle, and both sides of each length that `config`
+    names."""
+    lengths = sorted(set(_lengths(config)))[:_MOST_LENGTHS]
+    wanted = {
+        *range(_FIRST_POSITIONS),
+        *(length + by for length in lengths for by in (-1, 0, 1)),
+        max_model_len // 2,
+        max_model_len - 2,
+        max_model_len - 1,
+    }
+    return sorted(position for position in wanted if 0 <= position < max_model_len)
+
+
+def _lengths(config: Mapping[str, Any]) -> Iterator[int]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _lengths(value)
+        elif isinstance(value, int | float) and value > 1 and _LENGTHS.search(str(name)):
+            yield int(value)
+
+
+def _record(model: PreTrainedModel, layers: nn.ModuleList, positions: list[int]) -> _Recorder:
+    """A forward of a token at each position, as a step runs it: what every layer gets, asks of its
+    attention, and gives."""
     seen = _Recorder()
     hooks = [hook for layer in layers for hook in _hooks(layer, seen)]
-    tokens = torch.arange(_TRIED_TOKENS)[None]
+    vocabulary = model.config.get_text_config().vocab_size
     try:
         with torch.inference_mode(), answering(seen):
-            model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False)
+            model(
+                input_ids=torch.arange(len(positions))[None] % vocabulary,
+                position_ids=torch.tensor(positions)[None],
+                use_cache=False,
+                logits_to_keep=torch.tensor([len(positions) - 1]),
+            )
     finally:
         for hook in hooks:
             hook.remove()
@@ -253,6 +305,9 @@ def _prove(fused: FusedLayer, layer: nn.Module, recorded: _Recorder) -> None:
         raise _Unlike("it gives more than hidden states")
     fused.call = recorded.calls[index]
     args, kwargs = recorded.inputs[id(layer)]
+    unknown = unknown_arguments(kwargs)
+    if unknown or len(args) > 1:
+        raise _Unlike(f"it is handed {', '.join(unknown) or 'more than hidden states'}")
     again = _Recorder()
     with torch.inference_mode(), answering(again):
         found = fused(*args, **kwargs)
@@ -263,6 +318,18 @@ def _prove(fused: FusedLayer, layer: nn.Module, recorded: _Recorder) -> None:
         limit = tolerance * wanted.abs().max()
         if wanted.shape != got.shape or not (wanted - got).abs().max() <= limit:
             raise _Unlike(f"its {name} would be another one")
+
+
+def _see_one_call(fused: FusedLayer, recorded: list[_Recorder]) -> None:
+    """What it asks of its attention must not depend on the tokens. Raises _Unlike."""
+    index = layer_index(fused.parts.attention)
+    first, *others = (run.calls[index] for run in recorded)
+    for other in others:
+        if (
+            replace(other, sinks=None) != replace(first, sinks=None)
+            or other.sinks is not first.sinks
+        ):
+            raise _Unlike("what it asks of its attention depends on the tokens")
 
 
 def _follow_each_other(layers: nn.ModuleList, recorded: _Recorder) -> bool:

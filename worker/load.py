@@ -1,24 +1,30 @@
 """From a model's name to a model that is ready to run: weights, dtype, device, geometry.
 
-Owns: the order of loading, and what is decided on the way (dtype, device, max_model_len). Does not
-own: finding or converting the embedded model (embedded.py), reasons for refusal (model_check.py,
-geometry.py), KV memory (memory.py, kv_pool.py).
+Owns: the order of loading, what is decided on the way (dtype, device, max_model_len), and that
+whatever a foreign model makes fail is a refusal that names it. Does not own: finding or converting
+the embedded model (embedded.py), reading files (checkpoint.py), reasons for refusal
+(model_check.py, geometry.py), KV memory (memory.py, kv_pool.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+import psutil  # type: ignore[import-untyped]  # its stubs are no dependency
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from protos import link_pb2
+from worker import control_group
 from worker.attention.interface import ATTENTION_NAME, register
+from worker.checkpoint import read_config, read_model
+from worker.deterministic import check_dense
 from worker.fusing import fuse_model
 from worker.geometry import Geometry, UnsupportedModel, geometry_of
-from worker.model_check import check_config, check_dense, probe
+from worker.model_check import check_config, probe
 from worker.packing import pack_model
 from worker.rope import pin_longrope
 
@@ -63,15 +69,22 @@ def load_model(configure: link_pb2.Configure, progress: Progress) -> LoadedModel
     """
     from worker.embedded import resolve_model
 
-    return load_folder(resolve_model(configure.model, progress), configure, progress)
+    with _refusing(configure.model):
+        path = resolve_model(configure.model, progress)
+    return load_folder(path, configure, progress)
 
 
 def load_folder(path: str, configure: link_pb2.Configure, progress: Progress) -> LoadedModel:
     """`load_model` for a folder or Hub id that is already resolved."""
     if configure.num_threads > 0:
         torch.set_num_threads(configure.num_threads)
+    with _refusing(path):
+        return _load_folder(path, configure, progress)
+
+
+def _load_folder(path: str, configure: link_pb2.Configure, progress: Progress) -> LoadedModel:
     progress("reading the configuration", 0.0)
-    config = AutoConfig.from_pretrained(path)
+    config = read_config(path)
     text_config = config.get_text_config()
     check_config(text_config)
     if configure.deterministic:
@@ -84,9 +97,9 @@ def load_folder(path: str, configure: link_pb2.Configure, progress: Progress) ->
 
     progress("loading weights", 0.1)
     register()
-    model = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
-    )
+    model = read_model(path, config, dtype, ATTENTION_NAME)
+    if configure.deterministic:
+        check_dense(text_config, model)
     model.to(device).eval()  # type: ignore[arg-type]  # the decorator hides nn.Module.to
     pack_model(
         model,
@@ -96,7 +109,7 @@ def load_folder(path: str, configure: link_pb2.Configure, progress: Progress) ->
     progress("checking the model", 0.9)
     pin_longrope(model, max_model_len)
     vocab_size = probe(model, geometry, device)
-    fuse_model(model, geometry)
+    fuse_model(model, geometry, max_model_len)
     progress("loaded", 1.0)
     return LoadedModel(
         model=model,
@@ -109,6 +122,42 @@ def load_folder(path: str, configure: link_pb2.Configure, progress: Progress) ->
         kv_dtype=kv_dtype,
         device=device,
         geometry=geometry,
+    )
+
+
+@contextmanager
+def _refusing(path: str) -> Iterator[None]:
+    """What a model or its files make fail would fail again: a refusal, whatever its type. Memory
+    that is short and devices that fail stay what they are, for they are not the model's fault."""
+    try:
+        yield
+    except (UnsupportedModel, OSError, ImportError, torch.OutOfMemoryError):
+        raise
+    except MemoryError as error:
+        raise MemoryError(_short_of_memory(path, error)) from error
+    except ValueError as error:
+        if type(error) is ValueError:  # says what is wrong; those of parsers name no file
+            raise
+        raise UnsupportedModel(f"{path}: {type(error).__name__}: {error}") from error
+    except RuntimeError as error:
+        if "allocate memory" in str(error):  # torch's allocator for the CPU
+            raise MemoryError(_short_of_memory(path, error)) from error
+        if isinstance(error, torch.AcceleratorError):
+            raise
+        raise UnsupportedModel(f"{path}: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        raise UnsupportedModel(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def _short_of_memory(path: str, error: Exception) -> str:
+    memory = psutil.virtual_memory()
+    free, total = memory.available, memory.total
+    allowed = control_group.free_memory()
+    if allowed is not None and allowed < free:
+        free = allowed
+    return (
+        f"{path}: memory is too small for it: {error or 'an allocation failed'}; "
+        f"{free / 2**30:,.1f} of {total / 2**30:,.1f} GiB may be used"
     )
 
 

@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 EXIT_CANNOT_LOAD: Final = 2  # coming back will not help: no reason to restart
 EXIT_FAILED: Final = 1
 
-# What a wrong model, a wrong setting, a missing file or package and a full memory raise.
+# What a wrong model, a wrong setting, a missing file or package and a full memory raise; load.py
+# turns what else a model makes fail into one of these.
 _EXPECTED: Final = (ValueError, OSError, ImportError, MemoryError)
 
 
@@ -158,6 +159,8 @@ def _report_failed_load(session: Session, error: Exception) -> int:
     is_expected = isinstance(error, _EXPECTED) or type(error).__name__ == "OutOfMemoryError"
     message = f"cannot load {session.configure.model!r}: {_describe(error)}"
     logger.error("%s", message, exc_info=None if is_expected else error)
+    if is_expected:
+        logger.debug("where it failed", exc_info=error)
     systemd.notify(f"STATUS={message}")
     session.send_fault(-1, message, is_fatal=is_expected)
     return EXIT_CANNOT_LOAD if is_expected else EXIT_FAILED
@@ -165,5 +168,5 @@ def _report_failed_load(session: Session, error: Exception) -> int:
 
 def _describe(error: Exception) -> str:
     """One line; the kind of error stands before it unless it is one whose text says enough."""
-    text = str(error) or "no further word"
+    text = " ".join(str(error).split()) or "no further word"
     return text if isinstance(error, _EXPECTED) else f"{type(error).__name__}: {text}"

@@ -12,7 +12,6 @@ pools themselves (kv_pool.py, swap.py), the formulas of a step (step_memory.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import psutil  # type: ignore[import-untyped]  # its stubs are no dependency
@@ -20,13 +19,13 @@ import torch
 
 from protos import link_pb2
 from protos.plan import NUM_RESERVED_CHUNKS
+from worker import control_group
 from worker.geometry import Geometry
 from worker.load import LoadedModel
 from worker.step_memory import StepMemory, step_memory
 
 _DEFAULT_PERCENT: Final = {"cuda": 0.9, "cpu": 0.6, "mps": 0.6}
 _MOST_SWAP: Final = 0.8  # of the host's free memory
-_CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 class OutOfMemory(ValueError):
@@ -180,15 +179,11 @@ def weight_bytes(loaded: LoadedModel) -> int:
 
 def free_memory(device: torch.device) -> int:
     """Free bytes: the driver's count on CUDA, what torch keeps for later given back; on the CPU
-    what is available without swapping, within the control group's limit, which a container has and
-    psutil does not see."""
+    what is available without swapping, within the limits of control groups, which containers and
+    units have and psutil does not see."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # a former runner's pool may be most of the device
         return int(torch.cuda.mem_get_info(device)[0])
     available = int(psutil.virtual_memory().available)
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = (_CGROUP / "memory.current").read_text().strip()
-    except OSError:
-        return available
-    return available if limit == "max" else min(available, max(0, int(limit) - int(used)))
+    allowed = control_group.free_memory()
+    return available if allowed is None else min(available, allowed)

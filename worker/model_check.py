@@ -4,8 +4,8 @@ Two looks: at the configuration, before weights are read, and at one small forwa
 model, the probe. Some models never call the attention interface and would run "fine" without a KV
 cache, with garbage as result: the probe counts one call per hidden layer, of the expected shapes.
 
-Owns: reasons for refusal other than layer types (geometry.py). Every refusal is an
-UnsupportedModel that names the model and the reason.
+Owns: reasons for refusal other than layer types (geometry.py) and `deterministic`
+(deterministic.py). Every refusal is an UnsupportedModel that names the model and the reason.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from worker.attention.interface import AttentionCall, answering, layer_index
 from worker.geometry import Geometry, UnsupportedModel
-from worker.packed_linear import PackedLinear
 
 _PROBE_TOKENS: Final = 3
-_TRIED_ROWS: Final = (2, 3, 5, 9, 17)  # multiples of the deterministic row count
 
 
 def check_config(text_config: Any) -> None:
@@ -66,54 +63,6 @@ def _rope_types(config: Any) -> Iterator[str]:
             rope_type = entry.get("rope_type", entry.get("type"))
             if isinstance(rope_type, str):
                 yield rope_type
-
-
-def check_dense(text_config: Any) -> None:
-    """Deterministic mode needs dense layers: expert kernels group rows of the whole batch."""
-    for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
-        count = getattr(text_config, name, None)
-        if isinstance(count, int) and count > 1:
-            raise UnsupportedModel(
-                f"{text_config.model_type}: deterministic needs a dense model; {name} is {count}, "
-                f"and expert kernels make a row's bits depend on the batch"
-            )
-
-
-def check_row_bits(model: PreTrainedModel, row_multiple: int) -> None:
-    """See that the model's matrix products give a row the same bits among any multiple of
-    `row_multiple` rows, on this machine and with this number of threads.
-
-    Libraries choose kernels by CPU and by row count; deterministic mode rests on this choice not
-    showing. One layer of every shape is tried. Raises UnsupportedModel.
-    """
-    layers = {
-        (type(module), *_shape(module)): (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D | PackedLinear)
-    }
-    for (_, _, wide), (path, layer) in layers.items():
-        rows = torch.linspace(-1, 1, wide * _TRIED_ROWS[-1] * row_multiple).sin()
-        rows = rows.view(-1, wide)
-        with torch.inference_mode():
-            one_by_one = torch.cat(
-                [layer(rows[i : i + row_multiple]) for i in range(0, len(rows), row_multiple)]
-            )
-            for count in _TRIED_ROWS:
-                some = count * row_multiple
-                if not torch.equal(layer(rows[:some]), one_by_one[:some]):
-                    raise UnsupportedModel(
-                        f"{model.config.model_type}: deterministic cannot be kept here: the bits "
-                        f"of {path} {list(_shape(layer))} change when {row_multiple} rows "
-                        f"are computed among {some}, with {torch.get_num_threads()} threads"
-                    )
-
-
-def _shape(layer: nn.Module) -> tuple[int, int]:
-    """(output features, input features)"""
-    if isinstance(layer, PackedLinear):
-        return layer.out_features, layer.in_features
-    rows, columns = layer.weight.shape  # type: ignore[misc]
-    return (columns, rows) if isinstance(layer, Conv1D) else (rows, columns)
 
 
 class _Probe:

@@ -7,7 +7,10 @@ layers of a model are replaced (packing.py).
 The bits of a result's row depend on that row and the weights alone, whatever other rows are
 computed with it and on however many threads. Formats, with float32 activations and results:
 
-    float32   as precise as torch's; stored in the narrowest way that gives every weight back
+    float32   sums from the bias on, in the order of the input features, so that rounding grows with
+              their number: 2 to 7 times the error of torch's blocked sums at 576 to 11,008 features
+              (about 1e-6 of the result), more beside a large bias; stored in the narrowest way that
+              gives every weight back
     float16   weights rounded to 11 bits; half the memory
     int8      integer arithmetic: blocks of 4 bits (GGUF's Q4_1) as they are, times activations of 8
               bits, one scale for 32; other weights rounded to 8 bits, one step for 32, times

@@ -10,9 +10,7 @@ attention and KV memory (attention/, kv_pool.py), deriving inputs (inputs.py), t
 (forward.py, graphs.py), choosing tokens (sampler.py), when a step runs (loop.py).
 
 In deterministic mode a model with linear layers that are not packed gets its token rows and logits
-rows padded to multiples of four: torch's matrix products share rows out to threads by fours, and
-give a row the same bits in any share of four or more, other bits in a smaller one (measured).
-Packed layers need no padding. model_check.py tries the model at hand.
+rows padded to multiples of four; deterministic.py says why, and tries the model at hand.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Final
 
 import numpy as np
@@ -30,6 +29,7 @@ from protos import link_pb2
 from protos.plan import UNKNOWN_TOKEN, Int32, StepPlan, StepResult, empty_plan
 from worker.attention import choose_backend
 from worker.capture_check import why_not_capturable
+from worker.deterministic import RowBits, prove_row_bits
 from worker.device_failure import DeviceFailed
 from worker.forward import Forward, Forwarded
 from worker.graphs import StaticForward
@@ -38,7 +38,6 @@ from worker.io_buffers import Capacity, InputBuffer, OutputBuffer
 from worker.kv_pool import KvPool
 from worker.load import LoadedModel
 from worker.memory import plan_memory
-from worker.model_check import check_row_bits
 from worker.packing import is_packed
 from worker.padding import PaddedShape, PaddedShapes, row_shape
 from worker.pre_ops import MOST_IN_FLIGHT, PreOps
@@ -90,7 +89,9 @@ class Runner:
             configure.deterministic,
         )
         if configure.deterministic:
-            check_row_bits(loaded.model, self._row_multiple)
+            most_rows = configure.max_batch_tokens
+            prove_row_bits(loaded.model, self._row_multiple, loaded.max_model_len, most_rows)
+        self._row_bits = RowBits() if configure.deterministic else nullcontext()
         captures = _captures(loaded, configure, self.backend.name)
         self._geometry = loaded.geometry
         if num_chunks is None:
@@ -159,7 +160,7 @@ class Runner:
         io.take()
         try:
             io.inputs.write(plan, inputs, self._loaded.vocab_size)
-            with torch.inference_mode():
+            with torch.inference_mode(), self._row_bits:
                 launched = self._run(plan, inputs, shape, io)
         except BaseException as error:
             self._wait_until_idle(error)

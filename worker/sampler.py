@@ -15,7 +15,7 @@ tried with its 256 largest logits, then with 4,096, and sorted whole only if tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 import numpy as np
@@ -33,6 +33,7 @@ MOST_AT_ONCE: Final = 2**22
 ARGMAX_PART: Final = 256  # ids; measured
 # Below this a row is greedy but for exact ties, and logits / temperature would overflow.
 MIN_TEMPERATURE: Final = 1e-5
+_WITHOUT_FLOAT64: Final = ("mps",)  # kinds of devices; the CPU samples for them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,6 +73,9 @@ def sample(logits: Tensor, samples: SampleRows) -> Tensor:
     """
     if len(samples.greedy) == len(logits):
         return argmax(logits)
+    if logits.device.type in _WITHOUT_FLOAT64:
+        there = {field.name: getattr(samples, field.name).cpu() for field in fields(samples)}
+        return sample(logits.cpu(), SampleRows(**there)).to(logits.device)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(samples.greedy):
         tokens[samples.greedy] = argmax(logits[samples.greedy])

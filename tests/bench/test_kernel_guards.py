@@ -108,7 +108,7 @@ def test_fused_layer(num_rows: int, guard: Guard) -> None:
     """Layers in two calls to C, against the model's own forward over the same packed weights."""
     own, fused = packed_model(), packed_model()
     geometry = geometry_of(fused.config, 16, 4)
-    assert fuse_model(fused, geometry) == NUM_LAYERS
+    assert fuse_model(fused, geometry, 1000) == NUM_LAYERS
     tokens = torch.arange(num_rows)[None]
 
     def forward(model: LlamaForCausalLM) -> torch.Tensor:

@@ -156,7 +156,7 @@ def test_a_model_that_computes_between_layers_has_no_stack(saved: Callable[..., 
     assert all(layer.stack is not None for layer in fused_layers(loaded.model))
     unfuse_model(loaded.model)
     loaded.model.base_model.layers[1].register_forward_pre_hook(scaled)
-    assert fuse_model(loaded.model, loaded.geometry) == 3
+    assert fuse_model(loaded.model, loaded.geometry, loaded.max_model_len) == 3
     assert all(layer.stack is None for layer in fused_layers(loaded.model))
 
 

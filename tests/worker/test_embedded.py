@@ -82,6 +82,37 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -
     assert cache_folder() == Path("/c/.cache/chairlift")
 
 
+@pytest.mark.parametrize("own", [None, "~nobody-of-this-name/cache"])
+def test_a_user_without_a_home_is_told_what_to_set(
+    own: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's user has no entry among the users and no HOME; the worker came back for ever,
+    without a word."""
+
+    def no_home(*_: object) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    for name in ("CHAIRLIFT_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if own is not None:
+        monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", own)
+    with pytest.raises(ModelNotFound, match="home directory for one; set CHAIRLIFT_CACHE_DIR"):
+        resolve_model(DEFAULT_MODEL)
+    with pytest.raises(ModelNotFound, match="is no folder that exists"):
+        resolve_model("~nobody-of-this-name/model")
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service's user may have a home that it must not write to."""
+    (tmp_path / "file").write_text("where the folder should be")
+    monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ModelNotFound, match=r"file/cache.* set CHAIRLIFT_CACHE_DIR to a folder"):
+        resolve_model(DEFAULT_MODEL)
+
+
 def test_weights_are_found_without_running_their_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,13 +6,13 @@ import logging
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Ministral3Config
 
 from tests.worker.conftest import NUM_CHUNKS, Served, configure, load
 from tests.worker.planner import Answer, GreedySample, Planner, Request, serve
 from tests.worker.tiny_models import SERVED, build, gemma3, llama, olmo2, phi3, qwen3, smollm3
 from worker.decoder_layer import FusedLayer
-from worker.fusing import fuse_model, unfuse_model
+from worker.fusing import fuse_model, tried_positions, unfuse_model
 from worker.runner import Runner
 
 # what is not built like llama: learned positions, LayerNorm, experts, attention beside the MLP
@@ -113,10 +113,126 @@ def test_a_layer_that_computes_something_else_is_left_alone(saved, caplog, monke
     own = type(mlp).forward
     monkeypatch.setattr(mlp, "forward", lambda x: own(mlp, x) * 1.01)
     with caplog.at_level(logging.INFO, "worker.fusing"):
-        assert fuse_model(loaded.model, loaded.geometry) == 2
+        assert fuse_model(loaded.model, loaded.geometry, loaded.max_model_len) == 2
     assert "1 layers" in caplog.text
     assert "its output would be another one" in caplog.text
     assert num_fused(loaded.model) == 2
+
+
+def scales_queries_by_position() -> Ministral3Config:
+    """From position 32 on queries grow with the logarithm of the position."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "llama_4_scaling_beta": 0.5,
+    }
+    shape = {key: llama().to_dict()[key] for key in ("vocab_size", "hidden_size")}
+    return Ministral3Config(
+        **shape,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        rope_parameters=rope,
+        sliding_window=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        tie_word_embeddings=False,
+    )
+
+
+def test_a_scale_that_depends_on_the_position_is_kept(served, saved):
+    """At the first positions such a model is like any other; fused, it would answer wrongly from
+    its original length on. Where that is never reached, it may be fused."""
+    it = served(scales_queries_by_position)
+    assert num_fused(it.loaded.model) == 0
+    prompt = list(range(100))
+    (answer,) = serve(it.runner, it.planner, it.sample, [prompt], [1], chunk=29)
+    with torch.inference_mode():
+        right = saved(scales_queries_by_position)[1](torch.tensor([prompt])).logits[0, -1]
+    assert (answer.logits[0] - right).abs().max() < 1e-3 * right.abs().max()
+    assert num_fused(served(scales_queries_by_position, max_model_len=32).loaded.model) == 2
+
+
+CHANGES = {
+    "late positions": lambda x, positions: x * (1 + 0.1 * (positions > 200)),
+    "the last position": lambda x, positions: x * (1 + 0.1 * (positions == 255)),
+    "around a window": lambda x, positions: x * (1 + 0.1 * (positions == 13)),
+    "one token alone": lambda x, _: x * 1.1 if x.shape[1] == 1 else x,
+    "many tokens": lambda x, _: x * 1.1 if x.shape[1] > 8 else x,
+    "the largest of the batch": lambda x, _: x / x.abs().max() * 3,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_the_proof_looks_where_a_layer_could_differ(saved, monkeypatch, change):
+    """Each of these is equal at a few first positions or for a few tokens, and another model."""
+    loaded = load(saved(phi3)[0])
+    unfuse_model(loaded.model)
+    layer = loaded.model.base_model.layers[1]
+    own = type(layer.self_attn).forward
+
+    def forward(hidden_states, position_ids, **others):
+        changed = change(hidden_states, position_ids[..., None])
+        return own(layer.self_attn, changed, position_ids=position_ids, **others)
+
+    monkeypatch.setattr(layer.self_attn, "forward", forward)
+    assert fuse_model(loaded.model, loaded.geometry, loaded.max_model_len) == 2
+
+
+def test_a_layer_that_is_handed_more_than_a_fused_one_takes_is_left_alone(
+    saved, monkeypatch, caplog
+):
+    """A keyword that the fused layer does not know may change what the model's own computes."""
+    loaded = load(saved(llama)[0])
+    unfuse_model(loaded.model)
+    layer = loaded.model.base_model.layers[1]
+    own = layer.forward
+    hand = lambda module, args, kwargs: (args, {**kwargs, "per_layer_input": torch.ones(1)})  # noqa: E731
+    monkeypatch.setattr(layer, "forward", lambda x, per_layer_input, **others: own(x, **others))
+    layer.register_forward_pre_hook(hand, with_kwargs=True, prepend=True)
+    with caplog.at_level(logging.INFO, "worker.fusing"):
+        assert fuse_model(loaded.model, loaded.geometry, loaded.max_model_len) == 2
+    assert "it is handed per_layer_input" in caplog.text
+
+
+def test_a_scaling_of_attention_that_depends_on_the_tokens_is_left_alone(saved, monkeypatch):
+    """The fused layer asks the same of its attention in every step."""
+    loaded = load(saved(llama)[0])
+    unfuse_model(loaded.model)
+    attention = loaded.model.base_model.layers[1].self_attn
+    own = type(attention).forward
+
+    def forward(hidden_states, **others):
+        attention.scaling = 0.1 * hidden_states.shape[1]
+        return own(attention, hidden_states, **others)
+
+    monkeypatch.setattr(attention, "forward", forward)
+    assert fuse_model(loaded.model, loaded.geometry, loaded.max_model_len) == 2
+
+
+def test_a_fused_layer_takes_no_unknown_arguments(served):
+    """What a model hands on only in some steps must not be dropped either."""
+    layer = fused_layers(served(llama).loaded.model)[0]
+    with pytest.raises(TypeError, match="takes no router_bias"):
+        layer(torch.zeros(1, 1, 48), router_bias=torch.ones(1), use_cache=False)
+
+
+def test_tried_positions():
+    """Both sides of each length that a configuration names, and never one that is not served."""
+    rope = {"original_max_position_embeddings": 32, "rope_theta": 1e4}
+    config = {"sliding_window": 13, "rope_parameters": rope, "hidden_size": 48, "floor_scale": None}
+    found = tried_positions(config, 100)
+    assert {0, 1, 2, 3, 4, 12, 13, 14, 31, 32, 33, 98, 99} <= set(found)
+    assert found == sorted(set(found))
+    assert 48 not in found
+    assert max(tried_positions(config, 20)) == 19
+    assert tried_positions({}, 1) == [0]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

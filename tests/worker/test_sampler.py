@@ -253,3 +253,31 @@ def test_empty_batch() -> None:
     """A step of prefill chunks alone samples nothing."""
     empty = np.zeros(0, np.float32)
     assert choose(torch.zeros(0, 10), empty, empty.astype("i4"), empty, empty, empty).shape == (0,)
+
+
+class Elsewhere:
+    """Logits that say they lie on a device, and give themselves to the CPU."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+        self.device = torch.device("mps")
+
+    def __len__(self) -> int:
+        return len(self._logits)
+
+    def cpu(self) -> torch.Tensor:
+        return self._logits
+
+
+def test_a_device_without_float64_leaves_sampling_to_the_cpu(monkeypatch):
+    """MPS has none: every request that is not greedy failed there."""
+    logits = torch.randn(3, 50)
+    each, ones = torch.arange(3), torch.ones(3)
+    kinds = [torch.tensor([0]), torch.tensor([1]), torch.tensor([2])]
+    top_k = torch.tensor([0, 0, 5], dtype=torch.int32)
+    samples = SampleRows(each, each, *kinds, ones, top_k, ones, 0 * ones, 0.7 * ones)
+    right = sample(logits, samples)
+    went = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda tokens, device: went.append(device) or tokens)
+    assert torch.equal(sample(Elsewhere(logits), samples), right)
+    assert went == [torch.device("mps")]

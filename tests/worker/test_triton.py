@@ -23,7 +23,11 @@ from triton.compiler import ASTSource  # noqa: E402
 from worker.attention import triton as launches  # noqa: E402
 from worker.attention import triton_kernel as kernels  # noqa: E402
 
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # bytes that one program may take, by capability
+SHARED_MEMORY = {
+    80: 163 * 1024,
+    89: 99 * 1024,
+    90: 227 * 1024,
+}  # bytes that one program may take, by capability
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 INTERPRETED = Path(__file__).with_name("triton_interpreted.py")
 
@@ -92,7 +96,8 @@ def compile_attend(
 ):
     """`rows` as choose_tiles takes them: 1 is a decode."""
     itemsize = max(dtype.itemsize, (kv_dtype or dtype).itemsize)
-    tiles = launches.choose_tiles(rows, grouped, head_dim, itemsize)
+    shared_memory = SHARED_MEMORY[capability]
+    tiles = launches.choose_tiles(rows, grouped, head_dim, itemsize, shared_memory)
     constants = {
         "NUM_KV_HEADS": 8, "GROUPED": grouped, "HEAD_DIM": head_dim, "PAGE_SIZE": 16,
         "SPLIT": 512 if rows == 1 else 0, "CAPPED": capped, "BLOCK_M": tiles.block_m,
@@ -118,6 +123,7 @@ def compile_attend(
         (80, torch.float32, 64, 1, 1, {"sinks": True}),
         (80, torch.float32, 128, 4, 1, {"kv_dtype": torch.float16}),
         (90, torch.bfloat16, 128, 4, 4096, {"kv_dtype": torch.float16}),
+        (89, torch.float32, 256, 4, 4096, {}),
     ],
 )
 def test_attend_compiles(capability, dtype, head_dim, grouped, rows, extras):
@@ -139,7 +145,7 @@ def test_the_other_kernels_compile(capability):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 89, 90])
 @pytest.mark.parametrize("dtype", NAMES)
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("grouped", [3, 20])

@@ -28,6 +28,7 @@ _NO_WINDOW: Final = 2**30
 _PROGRAMS_PER_PROCESSOR: Final = 2
 _REQUESTS_AT_ONCE: Final = 256  # of plan_work
 _HEADS_AT_ONCE: Final = 8  # of write_kv
+_AMPLE: Final = 160 * 2**10  # bytes of shared memory; no tiles need as much
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +41,23 @@ class Tiles:
     num_stages: int  # key tiles in flight, the one that is computed included
 
 
-def choose_tiles(rows: int, grouped: int, head_dim: int, itemsize: int) -> Tiles:
+def choose_tiles(
+    rows: int, grouped: int, head_dim: int, itemsize: int, shared_memory: int = _AMPLE
+) -> Tiles:
     """Tiles for requests of at most `rows` rows (query tokens times `grouped` query heads of a KV
-    head). What fits the lowest tile counts as short.
+    head), on a device whose programs may take `shared_memory` bytes. What fits the lowest tile
+    counts as short.
 
-    Reasoned for A100 (164 KB of shared memory in a processor) and H200 (228 KB), not measured.
+    Reasoned for A100 (164 KB of shared memory in a processor) and H200 (228 KB), not measured;
+    other cards have 99 KiB for a program, where wide heads in float32 need lower tiles of keys.
     Short requests are bound by memory: low tiles, two programs in a processor, two tiles of keys
     and of values in flight in each, beside the table entries of a third. Long ones are bound by
     arithmetic: tiles as big as registers allow. float32 must do without tensor cores.
     """
     row_bytes = padded(head_dim) * itemsize
     block_n = 64 if row_bytes <= 256 else 32
+    if row_bytes > 512 and itemsize == 4 and shared_memory < _AMPLE:
+        block_n = 16
     lowest = max(16, triton.next_power_of_2(grouped))
     if rows <= lowest:
         return Tiles(lowest, block_n, num_warps=4, num_stages=5 if row_bytes <= 512 else 3)
@@ -77,9 +84,12 @@ class TritonBackend:
         workspace_bytes: int = _WORKSPACE_BYTES,
         num_programs: int = 0,
     ) -> None:
-        if not num_programs:
-            processors = torch.cuda.get_device_properties(device).multi_processor_count
-            num_programs = processors * _PROGRAMS_PER_PROCESSOR
+        self._shared_memory = _AMPLE
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            self._shared_memory = getattr(properties, "shared_memory_per_block_optin", _AMPLE)
+            processors = properties.multi_processor_count
+            num_programs = num_programs or processors * _PROGRAMS_PER_PROCESSOR
         self._num_programs = num_programs
         self._split = split
         self._workspace = torch.empty(workspace_bytes // 4, dtype=torch.float32, device=device)
@@ -120,8 +130,9 @@ class TritonBackend:
         grouped = num_heads // pages.shape[2]
         window = call.sliding_window or _NO_WINDOW
         itemsize = max(query.itemsize, pages.itemsize)  # a tile's, as it lies and as it is used
-        short = choose_tiles(1, grouped, head_dim, itemsize)
-        tiles = choose_tiles(context.longest_query * grouped, grouped, head_dim, itemsize)
+        shape = (grouped, head_dim, itemsize, self._shared_memory)
+        short = choose_tiles(1, *shape)
+        tiles = choose_tiles(context.longest_query * grouped, *shape)
         most_parts = len(self._workspace) // (num_heads * (head_dim + 2))
         partials = self._workspace[: most_parts * num_heads * head_dim]
         part_scales = self._workspace[len(partials) :]

@@ -3,8 +3,10 @@
 All .c files of this folder become one library. It lies under a name made of the hash of source,
 flags and CPU, so it is built once per machine. Several processes may start at once: each builds
 into a folder of its own and renames the result, so that nobody loads half a library. A cache that
-cannot be written is no obstacle: then the build is used from a temporary folder. Within a process
-it is built and loaded once; `build_ahead` does so beside what else a start takes time for.
+cannot be written, or a user without a home for it, is no obstacle: then the build is used from a
+temporary folder. Nor is a compiler that lacks OpenMP or the flag for this CPU: it is used without,
+and the library is named after what it was built with. Within a process it is built and loaded once;
+`build_ahead` does so beside what else a start takes time for.
 """
 
 from __future__ import annotations
@@ -12,15 +14,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 _FOLDER: Final = Path(__file__).parent
 _SOURCES: Final = tuple(sorted(_FOLDER.glob("*.c")))
@@ -37,15 +42,26 @@ _FLAGS: Final = (
     "-ffp-contract=off",
     "-fPIC",
 )
+_PARALLEL: Final = "-fopenmp"
+# In the place of the first, what other compilers call it, or nothing: then for any CPU of its kind.
+_NATIVE: Final = ("-march=native", "-mcpu=native", None)
 _BUILD_SECONDS: Final = 120
+
+Made = TypeVar("Made")
+
+_logger = logging.getLogger(__name__)
 
 
 class KernelUnavailable(RuntimeError):
     """The C kernel cannot be built or loaded here; the message says why."""
 
 
+class _CompilerFailed(Exception):
+    """What it said."""
+
+
 _lock = threading.Lock()  # whoever comes while another one builds waits for that
-_loaded: dict[Path, ctypes.CDLL] = {}
+_loaded: dict[Path | None, ctypes.CDLL] = {}
 
 
 def kernel_library(cache_folder: Path | None = None) -> ctypes.CDLL:
@@ -67,11 +83,16 @@ def build_ahead() -> None:
 
 
 def _build_ahead() -> None:
+    folder = _default_cache_folder()
     with _lock, contextlib.suppress(OSError, KernelUnavailable):
-        _built(_default_cache_folder())
+        if folder is not None:
+            _built(folder)
 
 
-def _load(folder: Path) -> ctypes.CDLL:
+def _load(folder: Path | None) -> ctypes.CDLL:
+    """None: there is no folder to keep it in."""
+    if folder is None:
+        return _private_library()
     try:
         return ctypes.CDLL(str(_built(folder)))
     except OSError:  # the folder cannot be written, or what it holds cannot be loaded
@@ -80,60 +101,100 @@ def _load(folder: Path) -> ctypes.CDLL:
 
 def _built(folder: Path) -> Path:
     """The library in the cache, built if it is not there."""
-    path = folder / f"kernels-{_fingerprint()}.so"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as private:
-            built = _build(Path(private))
-            os.replace(built, path)
-    return path
+
+    def keep(flags: tuple[str, ...]) -> Path:
+        path = folder / f"kernels-{_fingerprint(flags)}.so"
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as private:
+                os.replace(_build(Path(private), flags), path)
+        return path
+
+    return _first_that_compiles(keep)
 
 
 def _private_library() -> ctypes.CDLL:
     """Built for this process alone; it stays mapped after its file is gone."""
-    try:
+
+    def load(flags: tuple[str, ...]) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory() as private:
-            return ctypes.CDLL(str(_build(Path(private))))
+            return ctypes.CDLL(str(_build(Path(private), flags)))
+
+    try:
+        return _first_that_compiles(load)
     except OSError as error:
         raise KernelUnavailable(f"the built library cannot be loaded: {error}") from error
 
 
-def _build(folder: Path) -> Path:
-    """Compile the sources into `folder`; with OpenMP if the compiler has it."""
-    compiler = os.environ.get("CC") or "cc"
-    if shutil.which(compiler) is None:
-        raise KernelUnavailable(f"there is no C compiler {compiler!r} on PATH")
-    built = folder / "kernels.so"
-    errors = ""
-    for parallel in (("-fopenmp",), ()):
-        compile_one = [compiler, *_FLAGS, *parallel, "-c", "-o"]
-        objects = [str(folder / f"{source.stem}.o") for source in _SOURCES]
+def _first_that_compiles(make: Callable[[tuple[str, ...]], Made]) -> Made:
+    """`make` with the best flags that the compiler takes."""
+    errors = []
+    for flags in _variants():
         try:
-            with ThreadPoolExecutor() as pool:
-                commands = (
-                    [*compile_one, target, str(source)]
-                    for source, target in zip(_SOURCES, objects, strict=True)
-                )
-                list(pool.map(_run, commands))
-            _run([compiler, "-shared", *parallel, "-o", str(built), *objects, "-lm"])
-        except subprocess.CalledProcessError as error:
-            errors = errors or error.stderr.decode(errors="replace").strip()
-        except subprocess.TimeoutExpired:
-            raise KernelUnavailable(f"{compiler} took over {_BUILD_SECONDS} s") from None
-        else:
-            return built
-    raise KernelUnavailable(f"{compiler} failed: {errors[-500:]}")
+            made = make(flags)
+        except _CompilerFailed as error:
+            errors.append(str(error))
+            continue
+        if _PARALLEL not in flags:
+            _logger.warning(
+                "the C kernels run on one thread: %r builds nothing with OpenMP (%s)",
+                shlex.join(_compiler()),
+                errors[0][-200:],
+            )
+        return made
+    raise KernelUnavailable(f"{shlex.join(_compiler())} failed: {errors[0][-500:]}")
+
+
+def _variants() -> Iterator[tuple[str, ...]]:
+    """Flags, the best first. Threads are worth more than instructions."""
+    for parallel in ((_PARALLEL,), ()):
+        for native in _NATIVE if _NATIVE[0] in _FLAGS else (None,):
+            flags = (native if flag == _NATIVE[0] else flag for flag in _FLAGS)
+            yield (*(flag for flag in flags if flag is not None), *parallel)
+
+
+def _compiler() -> list[str]:
+    """$CC may be several words: a wrapper before the compiler, flags behind it."""
+    text = os.environ.get("CC", "").strip() or "cc"
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise KernelUnavailable(f"CC is {text!r}, which is no command: {error}") from error
+
+
+def _build(folder: Path, flags: tuple[str, ...]) -> Path:
+    """Compile the sources into `folder`. Raises _CompilerFailed, or KernelUnavailable where another
+    try would be in vain."""
+    compiler = _compiler()
+    if shutil.which(compiler[0]) is None:
+        raise KernelUnavailable(f"there is no C compiler {compiler[0]!r} on PATH")
+    built = folder / "kernels.so"
+    objects = [str(folder / f"{source.stem}.o") for source in _SOURCES]
+    try:
+        with ThreadPoolExecutor() as pool:
+            commands = (
+                [*compiler, *flags, "-c", "-o", target, str(source)]
+                for source, target in zip(_SOURCES, objects, strict=True)
+            )
+            list(pool.map(_run, commands))
+        parallel = [flag for flag in flags if flag == _PARALLEL]
+        _run([*compiler, "-shared", *parallel, "-o", str(built), *objects, "-lm"])
+    except subprocess.CalledProcessError as error:
+        raise _CompilerFailed(error.stderr.decode(errors="replace").strip()) from error
+    except subprocess.TimeoutExpired:
+        raise KernelUnavailable(f"{compiler[0]} took over {_BUILD_SECONDS} s") from None
+    return built
 
 
 def _run(command: list[str]) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_SECONDS)
 
 
-def _fingerprint() -> str:
+def _fingerprint(flags: tuple[str, ...]) -> str:
     """Names a build: source, flags, compiler's name, and CPU, since -march=native depends on it."""
     parts = [
         *(source.read_bytes() for source in (*_SOURCES, *_HEADERS)),
-        " ".join([os.environ.get("CC") or "cc", *_FLAGS]).encode(),
+        " ".join([*_compiler(), *flags]).encode(),
         platform.machine().encode(),
         _cpu_features(),
     ]
@@ -154,10 +215,13 @@ def _cpu_features() -> bytes:
     return b"\n".join(lines)
 
 
-def _default_cache_folder() -> Path:
-    """Beside the converted models (worker/embedded.py)."""
+def _default_cache_folder() -> Path | None:
+    """Beside the converted models (worker/embedded.py); None for a user without a home."""
     own = os.environ.get("CHAIRLIFT_CACHE_DIR")
-    if own:
-        return Path(own).expanduser() / "kernels"
     shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "chairlift" / "kernels"
+    try:
+        if own:
+            return Path(own).expanduser() / "kernels"
+        return (Path(shared) if shared else Path.home() / ".cache") / "chairlift" / "kernels"
+    except RuntimeError:  # neither HOME nor an entry in the list of users
+        return None
