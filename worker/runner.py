@@ -26,20 +26,21 @@ import numpy as np
 import torch
 
 from protos import link_pb2
-from protos.plan import UNKNOWN_TOKEN, Int32, StepPlan, StepResult, empty_plan
+from protos.plan import Int32, StepPlan, StepResult, empty_plan
 from worker.attention import choose_backend
 from worker.capture_check import why_not_capturable
 from worker.deterministic import RowBits, prove_row_bits
 from worker.device_failure import DeviceFailed
 from worker.forward import Forward, Forwarded
 from worker.graphs import StaticForward
-from worker.inputs import InvalidPlan, StepInputs, prepare_inputs
+from worker.inputs import StepInputs, prepare_inputs
 from worker.io_buffers import Capacity, InputBuffer, OutputBuffer
 from worker.kv_pool import KvPool
 from worker.load import LoadedModel
 from worker.memory import plan_memory
 from worker.packing import is_packed
 from worker.padding import PaddedShape, PaddedShapes, row_shape
+from worker.plan_values import check_values, refuse_later_features
 from worker.pre_ops import MOST_IN_FLIGHT, PreOps
 from worker.sampler import SampleRows, sample
 from worker.streams import Mark, new_lane, settle
@@ -145,8 +146,8 @@ class Runner:
         what does not exist yet; then the KV of no block has changed. Raises DeviceFailed where the
         device will do nothing more.
         """
-        _refuse_later_features(plan)
-        self._check_values(plan)
+        refuse_later_features(plan)
+        check_values(plan, len(self._last_token), self._loaded.num_embeddings)
         shape = self._shape_of(plan)
         inputs = prepare_inputs(
             plan,
@@ -255,17 +256,6 @@ class Runner:
         self._static.static.write(plan, inputs, self._loaded.vocab_size)
         self._static.static.to_device()
 
-    def _check_values(self, plan: StepPlan) -> None:
-        # samples may name rows that compute nothing yet: siblings that are forked off
-        rows = ("rows", "init_rows", "sample_rows")
-        bounds = dict.fromkeys(rows, (0, len(self._last_token) - 1))
-        bounds["token_ids"] = (UNKNOWN_TOKEN, self._loaded.vocab_size - 1)
-        for name, (first, last) in bounds.items():
-            values = getattr(plan, name)
-            if len(values) and not (values.min() >= first and values.max() <= last):
-                odd = values[(values < first) | (values > last)]
-                raise InvalidPlan(f"{name} must lie in {first}..{last}, but hold {odd.tolist()}")
-
     def ready(self) -> link_pb2.Ready:
         """What the scheduler must know of this model and its pool."""
         geometry, loaded = self._geometry, self._loaded
@@ -366,22 +356,6 @@ def _captures(loaded: LoadedModel, configure: link_pb2.Configure, attention: str
     if obstacle is not None:
         _logger.warning("steps run without CUDA graphs: %s", obstacle)
     return obstacle is None
-
-
-def _refuse_later_features(plan: StepPlan) -> None:
-    later = {
-        "init_history (penalties)": len(plan.init_history),
-        "repetition_penalty": np.count_nonzero(plan.repetition_penalty != 1),
-        "frequency_penalty": np.count_nonzero(plan.frequency_penalty),
-        "presence_penalty": np.count_nonzero(plan.presence_penalty),
-        "logprobs": np.count_nonzero(plan.num_logprobs >= 0),
-        "logit_bias": len(plan.bias_tokens),
-        "scores (prompt_logprobs)": len(plan.score_logits),
-        "a grammar mask": int(plan.awaits_mask),
-    }
-    for name, count in later.items():
-        if count:
-            raise ValueError(f"step {plan.step_id} asks for {name}, which this worker lacks so far")
 
 
 def _result(
