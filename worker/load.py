@@ -124,7 +124,7 @@ def _load_folder(path: str, configure: link_pb2.Configure, progress: Progress) -
     pin_longrope(model, max_model_len)
     with refusing(config.model_type):
         fuse_model(model, geometry, max_model_len)
-    check_step(model, observed)
+    check_step(model, observed, max_model_len)
     progress("loaded", 1.0)
     return LoadedModel(
         model=model,

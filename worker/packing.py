@@ -2,8 +2,8 @@
 
 Recognised are torch's nn.Linear and transformers' Conv1D, in float32 on the CPU; anything else
 (experts in 3-D parameters, quantised layers, subclasses with a forward of their own, layers that
-somebody hooked or whose weight the model reads itself) stays as it is. An lm_head that shares its weights with the embedding is packed
-like the others; the embedding keeps its table.
+somebody hooked or whose weight the model reads itself) stays as it is. An lm_head that shares its
+weights with the embedding is packed like the others; the embedding keeps its table.
 
 Owns: which layers are replaced, and what is said about it. Does not own: the packed layer
 (packed_linear.py), fusing layers.

@@ -13,7 +13,7 @@ paged cache is refused by name and reason:
   asked about positions up to the model's limit, so a window of any size shows in a forward of three
   tokens;
 - a step's tokens form one flat sequence, so nothing but attention may mix them, and positions must
-  be those that the step gives: the same request twice in one forward must give the same twice.
+  be those that the step gives: a request must give the same alone, first and last in a step.
 
 Owns: these looks. Does not own: what the configuration alone rules out (model_check.py), arithmetic
 of memory (geometry.py).
@@ -22,28 +22,26 @@ of memory (geometry.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers import AttentionMaskInterface, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+from transformers import PreTrainedModel
 
 from worker.attention.interface import (
-    ATTENTION_NAME,
     AttentionCall,
     UnservedAttention,
     answering,
     layer_index,
 )
-from worker.forward import first_tensor, run_model
+from worker.forward import run_model
 from worker.geometry import SLIDING_ATTENTION, LayerShape, UnsupportedModel, layer_kinds
+from worker.watching import Masks, last_module_found, masks_made, weights_watched
 
 _TOKENS: Final = 3
-_LONGEST_MASK: Final = 2**20  # positions that a mask's rule is asked about
 # Of the largest value. The same request at another place of a forward: sums in another order.
 _TOLERANCES: Final = {torch.float32: 1e-3, torch.float64: 1e-9}
 _TOLERANCE_16_BITS: Final = 0.05
@@ -76,23 +74,23 @@ def observe(model: PreTrainedModel, max_model_len: int) -> Observed:
     """
     name = str(model.config.model_type)
     positions = torch.arange(_TOKENS, device=model.device)
-    seen = _Seen()
     with (
         refusing(name),
-        _masks_made(seen, max_model_len),
-        _all_watched(model, seen),
-        _weights_watched(model) as read_weights,
+        masks_made(max_model_len) as masks,
+        last_module_found(model, _TOKENS) as last,
+        weights_watched(model) as read_weights,
         torch.inference_mode(),
-        answering(seen),
     ):
-        logits = model(
-            input_ids=_token_ids(model)[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=positions[-1:],
-        ).logits
+        seen = _Seen(masks)
+        with answering(seen):
+            logits = model(
+                input_ids=_token_ids(model)[None, _TOKENS:],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=positions[-1:],
+            ).logits
     layers = _layers(name, model, seen)
-    if logits.shape[:2] != (1, 1) or seen.hidden_states is None:
+    if logits.shape[:2] != (1, 1) or not last:
         raise UnsupportedModel(
             f"{name}: logits_to_keep is ignored; one row was asked for, the logits have the shape "
             f"{list(logits.shape)}"
@@ -100,44 +98,54 @@ def observe(model: PreTrainedModel, max_model_len: int) -> Observed:
     shapes = tuple(_shape_of(name, index, call, max_model_len) for index, call in enumerate(layers))
     shared = _shared_layers(layers)
     _check_against(name, model.config.get_text_config(), shapes, shared, max_model_len)
-    return Observed(
-        shapes, shared, seen.hidden_states, frozenset(read_weights), int(logits.shape[-1])
-    )
+    return Observed(shapes, shared, last[0], frozenset(read_weights), int(logits.shape[-1]))
 
 
-def check_step(model: PreTrainedModel, observed: Observed) -> None:
-    """Run what a step runs, as it will be run: two requests in one flat sequence, which are the
-    same, without masks. Raises UnsupportedModel."""
+def check_step(model: PreTrainedModel, observed: Observed, max_model_len: int) -> None:
+    """Run what a step runs, as it will be run, without masks: a request by itself, and twice in one
+    flat sequence, with another one between them that stands at the model's last positions. It must
+    give the same each time. Raises UnsupportedModel."""
     name = str(model.config.model_type)
-    seen = _Seen()
-    positions = torch.arange(_TOKENS, device=model.device).repeat(2)
-    ends = torch.tensor([_TOKENS - 1, 2 * _TOKENS - 1], device=model.device)
+    device = model.device
+    others, tokens = _token_ids(model).chunk(2)
+    positions = torch.arange(_TOKENS, device=device)
+    last = positions + max(0, max_model_len - _TOKENS)
+    seen = [_Seen(Masks()), _Seen(Masks())]
     with refusing(name), torch.inference_mode():
-        logits, hidden = run_model(
-            model, observed.hidden_states, seen, _token_ids(model).repeat(2), positions, ends
+        alone = run_model(model, observed.hidden_states, seen[0], tokens, positions, positions[-1:])
+        together = run_model(
+            model,
+            observed.hidden_states,
+            seen[1],
+            torch.cat([tokens, others, tokens]),
+            torch.cat([positions, last, positions]),
+            torch.tensor([_TOKENS - 1, 3 * _TOKENS - 1], device=device),
         )
-    if logits.shape != (2, observed.vocab_size) or hidden.shape[0] != 2 * _TOKENS:
-        raise UnsupportedModel(
-            f"{name}: for two of {2 * _TOKENS} tokens it gives logits of the shape "
-            f"{list(logits.shape)} and hidden states of {list(hidden.shape)}"
-        )
-    for index, call in enumerate(_layers(name, model, seen)):
-        if call.call.mask is not None:
-            raise UnsupportedModel(f"{name}: layer {index} makes an attention mask of its own")
+    for forward in seen:
+        _layers(name, model, forward)
     tolerance = _TOLERANCES.get(model.dtype, _TOLERANCE_16_BITS)
-    for values in (hidden, logits):
-        first, second = values.float().chunk(2)
-        if not (first - second).abs().max() <= tolerance * first.abs().max():
+    for what, one, many, copies in (
+        ("logits", alone[0], together[0], 2),
+        ("hidden states", alone[1], together[1], 3),
+    ):
+        if len(many) != copies * len(one) or one.shape[1:] != many.shape[1:]:
             raise UnsupportedModel(
-                f"{name}: the same request twice in one step gives two different results: it mixes "
-                f"the tokens of a step outside of attention, or ignores position_ids"
+                f"{name}: its {what} have the shapes {list(one.shape)} for one request and "
+                f"{list(many.shape)} where {copies} are asked for"
+            )
+        first, *_, third = many.float().chunk(copies)
+        error = max((found - one.float()).abs().max() for found in (first, third))
+        if not error <= tolerance * one.float().abs().max():
+            raise UnsupportedModel(
+                f"{name}: a request's {what} depend on which others are in the same step: it mixes "
+                f"the tokens of a step outside of attention, or does not follow position_ids"
             )
 
 
 def _token_ids(model: PreTrainedModel) -> torch.Tensor:
-    embeddings = model.get_input_embeddings()
-    count = getattr(embeddings, "num_embeddings", _TOKENS)
-    return torch.arange(count - _TOKENS, count, device=model.device).clamp(min=0)
+    """Of two requests: the last ones, because the first ones may be padding."""
+    count = getattr(model.get_input_embeddings(), "num_embeddings", 2 * _TOKENS)
+    return torch.arange(count - 2 * _TOKENS, count, device=model.device).clamp(min=0)
 
 
 @contextmanager
@@ -172,10 +180,9 @@ class _Call:
 class _Seen:
     """Answers attention calls with a mix of their arguments, and keeps them."""
 
-    def __init__(self) -> None:
+    def __init__(self, masks: Masks) -> None:
         self.calls: list[_Call] = []
-        self.masks: list[tuple[torch.Tensor, int | str]] = []  # and their windows, or what is odd
-        self.hidden_states: nn.Module | None = None
+        self._masks = masks
 
     def attend_layer(
         self,
@@ -194,24 +201,13 @@ class _Seen:
             )
         if getattr(module, "is_causal", True) is False:
             raise UnservedAttention(f"the attention of {kind} is not causal")
-        window = self._window(kind, call.mask)
+        window = None if call.mask is None else self._masks.window_of(call.mask)
+        if isinstance(window, str):
+            raise UnservedAttention(f"the attention mask of {kind} {window}")
         self.calls.append(_Call(module, query, key, value, call, window))
         grouped = query.shape[1] // key.shape[1]
         mixed = value + 0.1 * key
         return (mixed.repeat_interleave(grouped, dim=1) + 0.1 * query).transpose(1, 2).contiguous()
-
-    def _window(self, kind: str, mask: torch.Tensor | None) -> int | None:
-        if mask is None:
-            return None
-        for known, window in self.masks:
-            if known.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr():
-                if isinstance(window, str):
-                    raise UnservedAttention(f"the attention mask of {kind} {window}")
-                return window
-        raise UnservedAttention(
-            f"{kind} makes an attention mask of its own; {ATTENTION_NAME} serves causal attention, "
-            f"whole or through a window"
-        )
 
 
 def _layers(name: str, model: PreTrainedModel, seen: _Seen) -> list[_Call]:
@@ -292,103 +288,3 @@ def _check_against(
                 f"{name}: its configuration promises layer {index} a window of {window} tokens, "
                 f"but the model attends to all tokens"
             )
-
-
-# ---- masks and modules ----
-
-
-@contextmanager
-def _masks_made(seen: _Seen, max_model_len: int) -> Iterator[None]:
-    """While this holds, models make masks for our attention, each from a rule that is kept."""
-    reach = max(8, min(max_model_len or 4096, _LONGEST_MASK))
-
-    def make(
-        batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], **_: Any
-    ) -> torch.Tensor:
-        mask = _visible(mask_function, torch.arange(q_length), kv_length)
-        mask = mask.expand(batch_size, 1, q_length, kv_length).to(_.get("device", "cpu")).clone()
-        seen.masks.append((mask, _window_of(mask_function, reach)))
-        return mask
-
-    AttentionMaskInterface.register(ATTENTION_NAME, make)
-    try:
-        yield
-    finally:
-        del AttentionMaskInterface._global_mapping[ATTENTION_NAME]
-
-
-def _window_of(mask_function: Callable[..., Any], reach: int) -> int | str:
-    """The window of a mask's rule among `reach` positions, 0 for none; or what is wrong with it."""
-    rows = torch.tensor(sorted({0, 1, reach // 3, reach // 2, max(0, reach - 2), reach - 1}))
-    visible = _visible(mask_function, rows, reach)
-    columns = torch.arange(reach)[None]
-    if (visible & (columns > rows[:, None])).any():
-        return "shows tokens that come later: it is not causal"
-    window = int(visible[-1].sum())
-    expected = (columns <= rows[:, None]) & (columns > rows[:, None] - window)
-    if not torch.equal(visible, expected):
-        return "is neither causal nor a window: which tokens it hides follows another rule"
-    return 0 if window == reach else window
-
-
-def _visible(mask_function: Callable[..., Any], rows: torch.Tensor, columns: int) -> torch.Tensor:
-    """bool [rows, columns] of the rule: what a query at each of these positions sees."""
-    zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
-    visible = mask_function(
-        zero, zero, rows[None, None, :, None], torch.arange(columns)[None, None, None]
-    )
-    return torch.as_tensor(visible).expand(1, 1, len(rows), columns)[0, 0]
-
-
-@contextmanager
-def _all_watched(model: PreTrainedModel, seen: _Seen) -> Iterator[None]:
-    """Finds the last module to end that gives something for every token: the one that hidden states
-    come from, whatever a family calls it, and whichever module its forward passes by."""
-
-    def after(module: nn.Module, _inputs: Any, output: Any) -> None:
-        try:
-            first = first_tensor(output)
-        except (KeyError, IndexError, TypeError):
-            return
-        if isinstance(first, torch.Tensor) and first.shape[:2] == (1, _TOKENS):
-            seen.hidden_states = module
-
-    hooks = [part.register_forward_hook(after) for part in model.modules() if part is not model]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
-def _weights_watched(model: PreTrainedModel) -> Iterator[set[nn.Module]]:
-    """Gives the set of linear layers whose weight is read by others than themselves: a router that
-    looks up its own dtype, or multiplies by hand. Packed, they would have none to give."""
-    read: set[nn.Module] = set()
-    kinds = {kind: _watching(kind, read) for kind in (nn.Linear, Conv1D)}
-    layers = [module for module in model.modules() if type(module) in kinds]
-    for layer in layers:
-        layer.__class__ = kinds[type(layer)]
-    try:
-        yield read
-    finally:
-        for layer in layers:
-            layer.__class__ = type(layer).__base__
-
-
-def _watching(kind: type[nn.Module], read: set[nn.Module]) -> type[nn.Module]:
-    class Watched(kind):  # type: ignore[misc, valid-type]
-        def __getattr__(self, name: str) -> Any:
-            if name == "weight" and not vars(self).get("computes"):
-                read.add(self)
-            return super().__getattr__(name)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            vars(self)["computes"] = True
-            try:
-                return super().forward(x)
-            finally:
-                del vars(self)["computes"]
-
-    return Watched
