@@ -11,7 +11,7 @@ tokens stayed finite. Does not own: where inputs come from
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from worker.attention.interface import AttentionBackend, LayerHandler, StepConte
 from worker.inputs import StepInputs
 from worker.io_buffers import DeviceInputs
 from worker.kv_pool import KvPool
+
+if TYPE_CHECKING:
+    from worker.load import LoadedModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,18 +36,16 @@ class Forwarded:
 
 
 class Forward:
-    """The model with its memory; `hidden_states` is the module of it whose output is watched,
-    `last_token` int64 [rows] what each row sampled last."""
+    """The model with its memory; `last_token` int64 [rows] is what each row sampled last."""
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        hidden_states: nn.Module,
+        loaded: LoadedModel,
         backend: AttentionBackend,
         pool: KvPool,
         last_token: torch.Tensor,
     ) -> None:
-        self._model, self._hidden_states = model, hidden_states
+        self._model, self._hidden_states = loaded.model, loaded.hidden_states
         self._backend = backend
         self._pool = pool
         self._last_token = last_token

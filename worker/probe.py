@@ -174,7 +174,7 @@ class _Call:
     key: torch.Tensor
     value: torch.Tensor
     call: AttentionCall
-    window: int | None  # of its mask, 0 for none; None: it has no mask
+    window: int | None  # of its mask, 0 for none; None: it has no mask, or one that does not say
 
 
 class _Seen:
@@ -193,11 +193,17 @@ class _Seen:
         call: AttentionCall,
     ) -> torch.Tensor:
         kind = type(module).__name__
-        if query.shape[-1] != value.shape[-1] or key.shape != value.shape:
+        shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
+        _, num_heads, num_tokens, head_dim = shapes[0]
+        if key.shape != value.shape or shapes[1][2:] != (num_tokens, head_dim):
             raise UnservedAttention(
-                f"{kind} attends with queries, keys and values of the shapes {list(query.shape)}, "
-                f"{list(key.shape)} and {list(value.shape)}; the KV pool needs keys and values of "
-                f"one shape, and queries of the same head size"
+                f"{kind} attends with queries, keys and values of "
+                f"{', '.join(map(_plain, shapes))}; the KV pool needs as many keys and values as queries, all of one size"
+            )
+        if num_heads % shapes[1][1]:
+            raise UnservedAttention(
+                f"{kind} attends with {num_heads} query heads to {shapes[1][1]} KV heads; the one "
+                f"must be a multiple of the other"
             )
         if getattr(module, "is_causal", True) is False:
             raise UnservedAttention(f"the attention of {kind} is not causal")
@@ -208,6 +214,11 @@ class _Seen:
         grouped = query.shape[1] // key.shape[1]
         mixed = value + 0.1 * key
         return (mixed.repeat_interleave(grouped, dim=1) + 0.1 * query).transpose(1, 2).contiguous()
+
+
+def _plain(shape: tuple[int, ...]) -> str:
+    _, heads, tokens, size = shape
+    return f"{heads} heads x {tokens} tokens x {size}"
 
 
 def _layers(name: str, model: PreTrainedModel, seen: _Seen) -> list[_Call]:

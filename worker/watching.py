@@ -26,13 +26,14 @@ class Masks:
 
     def __init__(self) -> None:
         # kept, because a tensor that is gone leaves its address to another one
-        self._made: list[tuple[torch.Tensor, int | str]] = []
+        self._made: list[tuple[torch.Tensor, int | str | None]] = []
 
-    def add(self, mask: torch.Tensor, window: int | str) -> None:
+    def add(self, mask: torch.Tensor, window: int | str | None) -> None:
         self._made.append((mask, window))
 
-    def window_of(self, mask: torch.Tensor) -> int | str:
-        """Of a mask, or of a view of one: its window, 0 for none; or what is wrong with it."""
+    def window_of(self, mask: torch.Tensor) -> int | str | None:
+        """Of a mask, or of a view of one: its window, 0 for none, None where it does not say; or
+        what is wrong with it."""
         address = mask.untyped_storage().data_ptr()
         for made, window in self._made:
             if made.untyped_storage().data_ptr() == address:
@@ -55,7 +56,7 @@ def masks_made(max_model_len: int) -> Iterator[Masks]:
     ) -> torch.Tensor:
         mask = _visible(mask_function, torch.arange(q_length), kv_length)
         mask = mask[None, None].to(device, copy=True)
-        made.add(mask, _window_of(mask_function, reach))
+        made.add(mask, _window_of(mask_function, reach, kv_length))
         return mask
 
     AttentionMaskInterface.register(ATTENTION_NAME, make)
@@ -65,9 +66,19 @@ def masks_made(max_model_len: int) -> Iterator[Masks]:
         del AttentionMaskInterface._global_mapping[ATTENTION_NAME]
 
 
-def _window_of(mask_function: Callable[..., Any], reach: int) -> int | str:
-    """The window of a mask's rule among `reach` positions, 0 for none; or what is wrong with it."""
-    rows = torch.tensor(sorted({0, 1, reach // 3, reach // 2, max(0, reach - 2), reach - 1}))
+def _window_of(mask_function: Callable[..., Any], reach: int, kv_length: int) -> int | str | None:
+    """The window of a mask's rule among `reach` positions, 0 for none; or what is wrong with it.
+    None for a rule that looks the forward's own kv_length tokens up, which of an image there are,
+    say, and lets them see what is before them: it says nothing of windows."""
+    try:
+        return _window_among(mask_function, reach)
+    except (IndexError, RuntimeError):
+        window = _window_among(mask_function, kv_length)
+        return window or None
+
+
+def _window_among(mask_function: Callable[..., Any], reach: int) -> int | str:
+    rows = torch.tensor(sorted({0, min(1, reach - 1), reach // 3, reach // 2, reach - 1}))
     visible = _visible(mask_function, rows, reach)
     columns = torch.arange(reach)[None]
     if (visible & (columns > rows[:, None])).any():

@@ -69,6 +69,7 @@ def _fork(name: str) -> tuple[Connection, int]:
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_SECONDS)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # some families print
         os.environ["HF_HUB_OFFLINE"] = "1"
         warnings.simplefilter("ignore")
         logging.disable()

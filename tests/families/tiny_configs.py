@@ -113,6 +113,8 @@ _TINY_SIGHT: Final[dict[str, Any]] = {
     "patch_size": 14,
 }
 
+_ASKED_PARTS: Final = ("text_config", "decoder", "decoder_config")
+
 _DECODER: Final = {"is_decoder": True}
 _PADDED: Final = {"is_decoder": True, "pad_token_id": 1}
 _ENCODER_DECODER: Final = {
@@ -120,7 +122,7 @@ _ENCODER_DECODER: Final = {
     "is_encoder_decoder": False,
     "encoder_layers": 4,
     "pad_token_id": 1,
-    "decoder_start_token_id": None,
+    "decoder_start_token_id": 2,
 }
 _GRANITE: Final = {
     "residual_multiplier": 0.22,
@@ -163,13 +165,35 @@ HINTS: Final[dict[str, dict[str, Any]]] = {
     },
     "dots3_note_text": {"num_key_value_heads": 6},
     "falcon": {"alibi": False},
-    "gemma4": {"pad_token_id": 0},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
+    "emu3": {
+        "vq_config": {
+            "codebook_size": 16, "embed_dim": 4, "latent_channels": 4, "base_channels": 8,
+            "channel_multiplier": [1], "num_res_blocks": 1, "hidden_size": 8,
+        },
+    },
+    "emu3_text_model": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "fuyu": {"text_config": {}, "image_size": 30, "patch_size": 30},
+    "gemma4_assistant": {
+        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0},
+        "backbone_hidden_size": _HIDDEN,
+    },
+    "gemma4_unified_assistant": {
+        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0},
+        "backbone_hidden_size": _HIDDEN,
+    },
+    "gemma4_unified_text": {"pad_token_id": 0},
+    "got_ocr2": {
+        "vision_config": {"output_channels": 8, "image_size": 32, "patch_size": 16, "mlp_dim": 16},
+    },
     "gemma4_text": {"pad_token_id": 0, "global_head_dim": 16, "num_global_key_value_heads": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "gpt_oss": {"rope_parameters": _ROPE},
     "granitemoehybrid": {
         "layer_types": ["attention"] * _LAYERS, "mamba_n_heads": 6, "mamba_d_head": 16,
     },
+    "inkling2_loop_text": {"unpadded_vocab_size": VOCAB_SIZE},
+    "inkling2_text": {"unpadded_vocab_size": VOCAB_SIZE},
     "lfm2_moe": {"layer_types": _ALL_FULL, "num_dense_layers": 1},
     "llama4_text": {"attention_chunk_size": 16, "intermediate_size_mlp": _MLP},
     "mamba2": {"num_heads": 6, "head_dim": 16, "n_groups": 1},
@@ -182,6 +206,14 @@ HINTS: Final[dict[str, dict[str, Any]]] = {
             "llama_4_scaling_beta": 0.5,
         },
     },
+    "mimo_v2_flash": {"num_attention_heads": 8, "head_dim": 12},
+    "mllama": {
+        "vision_config": {
+            "num_global_layers": 1, "attention_heads": 2, "vision_output_dim": 32,
+            "intermediate_layers_indices": [0],
+        },
+    },
+    "mllama_text_model": {"cross_attention_layers": [1], "bos_token_id": 1},
     "modernbert-decoder": {
         "local_attention": 2 * WINDOW, "global_attn_every_n_layers": 2, "pad_token_id": 0,
         "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
@@ -203,7 +235,7 @@ VARIANTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "falcon, grouped": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "gemma3n_text, shared": ("gemma3n_text", {"num_kv_shared_layers": 2}),
     "gemma4_text, shared": (
-        "gemma4_text", {"num_hidden_layers": 6, "num_kv_shared_layers": 2},
+        "gemma4_text", {"num_hidden_layers": 12, "num_kv_shared_layers": 6},
     ),
     "gemma4_text, alike": (
         "gemma4_text", {"global_head_dim": _HEAD_DIM, "num_global_key_value_heads": 2},
@@ -234,10 +266,21 @@ def _tiny(
 ) -> PreTrainedConfig:
     fields = {field.name for field in dataclasses.fields(kind)}
     chosen = {name: value for name, value in values.items() if name in fields}
-    for name, part in kind.sub_configs.items():
-        if name not in hints and isinstance(part, type) and dataclasses.is_dataclass(part):
-            is_text = name in ("text_config", "decoder", "decoder_config")
-            chosen[name] = _tiny(
-                part, TINY if is_text else _TINY_SIGHT, HINTS.get(part.model_type, {})
-            )
-    return kind(**{**chosen, **hints})
+    chosen.update(hints)
+    for name in kind.sub_configs:
+        part = _part(kind, name)
+        if part is not None and isinstance(chosen.get(name, {}), dict):
+            of_part = TINY if name in _ASKED_PARTS else _TINY_SIGHT
+            switches = {**HINTS.get(part.model_type, {}), **chosen.get(name, {})}
+            chosen[name] = _tiny(part, of_part, switches)
+    return kind(**chosen)
+
+
+def _part(kind: type[PreTrainedConfig], name: str) -> type[PreTrainedConfig] | None:
+    """The class of a part of a composite configuration; None where nothing says it."""
+    part: Any = kind.sub_configs[name]
+    if not dataclasses.is_dataclass(part):  # AutoConfig: any model may be put there
+        by_default = getattr(kind, "sub_configs_defaults", {}).get(name)
+        model_type = getattr(by_default, "model_type", None)
+        part = CONFIG_MAPPING[model_type] if model_type else None
+    return part  # type: ignore[no-any-return]

@@ -85,8 +85,16 @@ def test_windows_of_any_size_are_seen_in_three_tokens():
 )
 def test_rules_of_masks(rule, found):
     """A mask that is taken for another one gives other tokens, silently."""
-    window = _window_of(rule, 64)
+    window = _window_of(rule, 64, 3)
     assert window == found if isinstance(found, int) else found in window
+
+
+@pytest.mark.parametrize(("blocks", "found"), [([-1, -1, -1], None), ([0, 0, -1], "not causal")])
+def test_rules_that_know_the_forwards_own_tokens_only(blocks, found):
+    """Gemma 4's image tokens see each other; which ones they are is looked up per token."""
+    overlay = masking_utils.blockwise_overlay(torch.tensor([blocks]))
+    window = _window_of(masking_utils.or_masks(masking_utils.causal_mask_function, overlay), 64, 3)
+    assert window is found or found in window
 
 
 def test_a_window_that_the_model_does_not_apply_is_refused():
@@ -177,7 +185,8 @@ def test_layers_that_share_keys_and_values():
         vocab_size=50, vocab_size_per_layer_input=50, hidden_size=16, intermediate_size=20,
         num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
         hidden_size_per_layer_input=4, num_kv_shared_layers=2, sliding_window=9, laurel_rank=4,
-        layer_types=["sliding_attention", "full_attention"] * 2, activation_sparsity_pattern=[0.0] * 4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        activation_sparsity_pattern=[0.0] * 4,
     )  # fmt: skip
     model = _built(config)
     assert observe(model, 64).shared_layers == {2: 0, 3: 1}
