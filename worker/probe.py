@@ -198,7 +198,8 @@ class _Seen:
         if key.shape != value.shape or shapes[1][2:] != (num_tokens, head_dim):
             raise UnservedAttention(
                 f"{kind} attends with queries, keys and values of "
-                f"{', '.join(map(_plain, shapes))}; the KV pool needs as many keys and values as queries, all of one size"
+                f"{', '.join(map(_plain, shapes))}; the KV pool needs as many keys and values as "
+                f"queries, all of one size"
             )
         if num_heads % shapes[1][1]:
             raise UnservedAttention(

@@ -54,9 +54,9 @@ def masks_made(max_model_len: int) -> Iterator[Masks]:
         device: torch.device | str = "cpu",
         **_: Any,
     ) -> torch.Tensor:
-        mask = _visible(mask_function, torch.arange(q_length), kv_length)
-        mask = mask[None, None].to(device, copy=True)
-        made.add(mask, _window_of(mask_function, reach, kv_length))
+        rows = torch.arange(q_length, device=device)  # rules may hold tensors of the model's device
+        mask = _visible(mask_function, rows, kv_length)[None, None].clone()
+        made.add(mask, _window_of(mask_function, reach, kv_length, device))
         return mask
 
     AttentionMaskInterface.register(ATTENTION_NAME, make)
@@ -66,21 +66,29 @@ def masks_made(max_model_len: int) -> Iterator[Masks]:
         del AttentionMaskInterface._global_mapping[ATTENTION_NAME]
 
 
-def _window_of(mask_function: Callable[..., Any], reach: int, kv_length: int) -> int | str | None:
+def _window_of(
+    mask_function: Callable[..., Any],
+    reach: int,
+    kv_length: int,
+    device: torch.device | str = "cpu",
+) -> int | str | None:
     """The window of a mask's rule among `reach` positions, 0 for none; or what is wrong with it.
     None for a rule that looks the forward's own kv_length tokens up, which of an image there are,
     say, and lets them see what is before them: it says nothing of windows."""
     try:
-        return _window_among(mask_function, reach)
+        return _window_among(mask_function, reach, device)
     except (IndexError, RuntimeError):
-        window = _window_among(mask_function, kv_length)
+        window = _window_among(mask_function, kv_length, device)
         return window or None
 
 
-def _window_among(mask_function: Callable[..., Any], reach: int) -> int | str:
-    rows = torch.tensor(sorted({0, min(1, reach - 1), reach // 3, reach // 2, reach - 1}))
+def _window_among(
+    mask_function: Callable[..., Any], reach: int, device: torch.device | str
+) -> int | str:
+    places = sorted({0, min(1, reach - 1), reach // 3, reach // 2, max(0, reach - 2), reach - 1})
+    rows = torch.tensor(places, device=device)
     visible = _visible(mask_function, rows, reach)
-    columns = torch.arange(reach)[None]
+    columns = torch.arange(reach, device=device)[None]
     if (visible & (columns > rows[:, None])).any():
         return "shows tokens that come later: it is not causal"
     window = int(visible[-1].sum())
@@ -92,10 +100,9 @@ def _window_among(mask_function: Callable[..., Any], reach: int) -> int | str:
 
 def _visible(mask_function: Callable[..., Any], rows: torch.Tensor, columns: int) -> torch.Tensor:
     """bool [rows, columns] of the rule: what a query at each of these positions sees."""
-    zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
-    visible = mask_function(
-        zero, zero, rows[None, None, :, None], torch.arange(columns)[None, None, None]
-    )
+    zero = rows.new_zeros(1, 1, 1, 1)
+    every = torch.arange(columns, device=rows.device)[None, None, None]
+    visible = mask_function(zero, zero, rows[None, None, :, None], every)
     return torch.as_tensor(visible).expand(1, 1, len(rows), columns)[0, 0]
 
 
