@@ -1,8 +1,8 @@
 """What keeps a model from being served, found before its weights are read: by its configuration.
 
-Owns: reasons for refusal other than layer types (geometry.py), `deterministic` (deterministic.py), and
-those that only a forward shows (probe.py). Every refusal is an UnsupportedModel that names the model
-and the reason.
+Owns: reasons for refusal other than layer types (geometry.py), `deterministic` (deterministic.py)
+and those that only a forward shows (probe.py). Every refusal is an UnsupportedModel that names the
+model and the reason.
 """
 
 from __future__ import annotations
