@@ -3,23 +3,27 @@
 All requests of a step form one flat sequence, [1, T]; what belongs to whom is told to attention
 through the StepContext alone.
 
-Owns: the call of the model, which tokens stayed finite. Does not own: where inputs come from
+Owns: the call of the model, for a step and for whatever looks at it in advance (probe.py); which
+tokens stayed finite. Does not own: where inputs come from
 (io_buffers.py), whether this is replayed from a graph (graphs.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
-from worker.attention.interface import AttentionBackend, StepContext, answering
+from worker.attention.interface import AttentionBackend, LayerHandler, StepContext, answering
 from worker.inputs import StepInputs
 from worker.io_buffers import DeviceInputs
 from worker.kv_pool import KvPool
+
+if TYPE_CHECKING:
+    from worker.load import LoadedModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,12 +40,12 @@ class Forward:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        loaded: LoadedModel,
         backend: AttentionBackend,
         pool: KvPool,
         last_token: torch.Tensor,
     ) -> None:
-        self._model = model
+        self._model, self._hidden_states = loaded.model, loaded.hidden_states
         self._backend = backend
         self._pool = pool
         self._last_token = last_token
@@ -63,26 +67,57 @@ class Forward:
             on_host=on_host,
         )
         self._backend.begin_step(context)
-        with answering(context), _watching(self._model.base_model) as hidden:
-            logits = self._model(
-                input_ids=token_ids[None],
-                position_ids=inputs.positions[None],
-                use_cache=False,
-                logits_to_keep=inputs.logits_indices,
-            ).logits[0]
+        logits, hidden = run_model(
+            self._model,
+            self._hidden_states,
+            context,
+            token_ids,
+            inputs.positions,
+            inputs.logits_indices,
+        )
         return Forwarded(
             logits=logits,
-            is_token_finite=torch.isfinite(hidden[0][0]).all(dim=-1),
+            is_token_finite=torch.isfinite(hidden).all(dim=-1),
             is_logits_finite=torch.isfinite(logits.amax(dim=-1)),
         )
 
 
-@contextmanager
-def _watching(base_model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Gives a list that the last hidden states [1, T, hidden] are put into, as they pass by."""
+def run_model(
+    model: PreTrainedModel,
+    hidden_states: nn.Module,
+    handler: LayerHandler,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    logits_indices: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One forward over token_ids [T] at positions [T], attention answered by `handler`: logits
+    [L, V] of the tokens at logits_indices [L], and what the module `hidden_states` of the model
+    gives for every token, [T, hidden].
+
+    Raises RuntimeError where that module is not called exactly once.
+    """
     seen: list[torch.Tensor] = []
-    hook = base_model.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0]))
+    hook = hidden_states.register_forward_hook(
+        lambda _module, _inputs, output: seen.append(first_tensor(output))
+    )
     try:
-        yield seen
+        with answering(handler):
+            logits = model(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=logits_indices,
+            ).logits
     finally:
         hook.remove()
+    if len(seen) != 1:
+        raise RuntimeError(
+            f"{type(hidden_states).__name__}, whose hidden states are watched, was called "
+            f"{len(seen)} times in one forward"
+        )
+    return logits[0], seen[0][0]
+
+
+def first_tensor(output: Any) -> Any:
+    """The hidden states in what a module gives: alone, or the first of several things."""
+    return output if isinstance(output, torch.Tensor) else output[0]

@@ -1,9 +1,10 @@
 """The shape of a model's KV cache: layers, cache groups, and the sizes of page, block and chunk.
 
-Owns: which layers share a block table, and the arithmetic page -> block -> chunk. Pure: it reads a
-transformers config's attributes and imports neither torch nor transformers. Does not own: the
-memory itself (kv_pool.py), how many chunks fit (memory.py), which split of the layers into groups
-suits a pool (tiling.py), what is refused for other reasons (model_check.py).
+Owns: which layers share a block table, and the arithmetic page -> block -> chunk. Pure: it imports
+neither torch nor transformers. What a layer keeps is observed, not believed (probe.py); a
+configuration is only asked which attention types it names. Does not own: the memory itself
+(kv_pool.py), how many chunks fit (memory.py), which split of the layers into groups suits a pool
+(tiling.py), what is refused for other reasons (model_check.py).
 
     page  = 2 * num_kv_heads * head_dim * itemsize * page_size   K, then V, of one layer
     block = page * layer slots of the group                      what a block table entry names
@@ -13,7 +14,8 @@ suits a pool (tiling.py), what is refused for other reasons (model_check.py).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from protos.plan import NUM_RESERVED_CHUNKS, PADDING_READ_CHUNK, PADDING_WRITE_CHUNK
@@ -22,10 +24,25 @@ from worker.tiling import Tiling, choose_tiling
 FULL_ATTENTION: Final = "full_attention"
 SLIDING_ATTENTION: Final = "sliding_attention"
 SERVED_KINDS: Final = (FULL_ATTENTION, SLIDING_ATTENTION)
+_MOST_KINDS: Final = 2  # of layers in one model; tiling.py
 
 
 class UnsupportedModel(ValueError):
     """This model cannot be served; the message names it and says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer attends with, and how far back."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int  # 0 for full attention; counts the current token
+
+    @property
+    def kind(self) -> str:
+        return SLIDING_ATTENTION if self.sliding_window else FULL_ATTENTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +54,8 @@ class CacheGroup:
     sliding_window: int  # 0 for full attention; counts the current token
     blocks_per_chunk: int
     num_unused_slots: int = 0  # places for layers at the end of each block that no layer uses
+    # (KV heads, numbers of each) where groups differ in them; None: the geometry's
+    kv_shape: tuple[int, int] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -64,20 +83,25 @@ class Geometry:
     """Everything about the KV cache that does not depend on how much memory there is."""
 
     groups: tuple[CacheGroup, ...]
-    num_layers: int
-    num_heads: int
+    num_layers: int  # that keep K and V of their own
+    num_heads: int  # these three: of the layers with most of each
     num_kv_heads: int
     head_dim: int
     page_size: int  # tokens
     itemsize: int  # bytes of one number of K or V
+    # layers that read the K and V of another one, and which
+    shared_layers: Mapping[int, int] = field(default_factory=dict)
 
-    @property
-    def page_bytes(self) -> int:
-        """K and V of one layer for page_size tokens."""
-        return 2 * self.num_kv_heads * self.head_dim * self.itemsize * self.page_size
+    def kv_shape(self, group: CacheGroup) -> tuple[int, int]:
+        """KV heads of the group's layers, and numbers of each."""
+        return group.kv_shape or (self.num_kv_heads, self.head_dim)
+
+    def page_bytes(self, group: CacheGroup) -> int:
+        """K and V of one of the group's layers for page_size tokens."""
+        return 2 * math.prod(self.kv_shape(group)) * self.itemsize * self.page_size
 
     def block_bytes(self, group: CacheGroup) -> int:
-        return self.page_bytes * group.num_slots
+        return self.page_bytes(group) * group.num_slots
 
     @property
     def chunk_bytes(self) -> int:
@@ -87,7 +111,7 @@ class Geometry:
     @property
     def model_block_bytes(self) -> int:
         """page_size tokens of all layers: what `num_blocks` of the configuration counts."""
-        return self.page_bytes * self.num_layers
+        return sum(self.page_bytes(group) * len(group.layers) for group in self.groups)
 
     def chunks_for_tokens(self, num_tokens: int) -> int:
         """Chunks that one request of num_tokens tokens can fill at most, over all groups. Pages
@@ -101,23 +125,47 @@ class Geometry:
 
     def fitted(self, pool_bytes: int) -> Geometry:
         """The same layers in the groups that suit a pool of that size (tiling.py)."""
-        layers = {
-            (group.kind, group.sliding_window): [
-                layer for other in self.groups if other.kind == group.kind for layer in other.layers
+        kinds: dict[CacheGroup, list[int]] = {}
+        for group in self.groups:
+            kinds.setdefault(_kind_of(group), []).extend(group.layers)
+        unit, units = self._units(list(kinds))
+        first, second = _counts(kinds)
+        return self._tiled(kinds, choose_tiling(first, second, unit, pool_bytes, units))
+
+    def _units(self, kinds: Sequence[CacheGroup]) -> tuple[int, tuple[int, int]]:
+        """The largest number of bytes that divides a page of every kind, and how often it does."""
+        first, second = self.page_bytes(kinds[0]), self.page_bytes(kinds[-1])
+        unit = math.gcd(first, second)
+        return unit, (first // unit, second // unit)
+
+    def _tiled(self, kinds: Mapping[CacheGroup, Sequence[int]], tiling: Tiling) -> Geometry:
+        """The layers of each kind in groups of equally many slots; in the last one some may lie
+        idle."""
+        sizes = (tiling.full_slots, tiling.sliding_slots)
+        groups = []
+        for (kind, found), size, units in zip(kinds.items(), sizes, tiling.units, strict=False):
+            layers = sorted(found)
+            groups += [
+                replace(
+                    kind,
+                    layers=tuple(layers[first : first + size]),
+                    blocks_per_chunk=tiling.units_per_chunk // (size * units),
+                    num_unused_slots=max(0, first + size - len(layers)),
+                )
+                for first in range(0, len(layers), size)
             ]
-            for group in self.groups
-        }
-        full, sliding = (
-            sum(len(found) for (kind, _), found in layers.items() if kind == wanted)
-            for wanted in SERVED_KINDS
-        )
-        tiling = choose_tiling(full, sliding, self.page_bytes, pool_bytes)
-        groups = [
-            group
-            for (kind, window), found in layers.items()
-            for group in _split(kind, window, sorted(found), tiling)
-        ]
         return replace(self, groups=tuple(groups))
+
+
+def _counts(kinds: Mapping[CacheGroup, Sequence[int]]) -> tuple[int, int]:
+    """Layers of each of one or two kinds."""
+    counts = [len(layers) for layers in kinds.values()]
+    return counts[0], sum(counts[1:])
+
+
+def _kind_of(group: CacheGroup) -> CacheGroup:
+    """What all groups of layers of one kind have in common."""
+    return replace(group, layers=(), blocks_per_chunk=0, num_unused_slots=0)
 
 
 def layer_kinds(text_config: Any) -> tuple[str, ...]:
@@ -127,7 +175,7 @@ def layer_kinds(text_config: Any) -> tuple[str, ...]:
     Families with a switch use the window only where `use_sliding_window` is on, and from layer
     max_window_layers on if they have that too (transformers' Qwen2Config).
     """
-    num_layers: int = text_config.num_hidden_layers
+    num_layers: int = getattr(text_config, "num_hidden_layers", 0)
     layer_types = getattr(text_config, "layer_types", None)
     if layer_types is not None:
         if len(layer_types) < num_layers:
@@ -149,70 +197,61 @@ def layer_kinds(text_config: Any) -> tuple[str, ...]:
     )
 
 
-def geometry_of(text_config: Any, page_size: int, itemsize: int) -> Geometry:
-    """The geometry of a model, from its transformers text config, with one group per attention
-    type, as a pool without bounds would have it; `fitted` gives the one for a real pool.
-
-    Raises UnsupportedModel for layer types that are not served, ValueError for a page_size < 1.
-    """
-    if page_size < 1:
-        raise ValueError(f"page_size is {page_size}; it must be at least 1")
-    kinds = layer_kinds(text_config)
-    for kind in dict.fromkeys(kinds):
+def check_layer_types(text_config: Any) -> None:
+    """Refuse attention types that are not served, before weights are read. Raises
+    UnsupportedModel."""
+    for kind in dict.fromkeys(layer_kinds(text_config)):
         if kind not in SERVED_KINDS:
             raise UnsupportedModel(
                 f"{text_config.model_type}: layer type {kind!r} is not served; allowed are "
                 f"{' and '.join(SERVED_KINDS)}"
             )
-    window = getattr(text_config, "sliding_window", None) or 0
-    if SLIDING_ATTENTION in kinds and not (isinstance(window, int) and window > 0):
+
+
+def geometry_of(
+    name: str,
+    layers: Sequence[LayerShape],
+    page_size: int,
+    itemsize: int,
+    shared_layers: Mapping[int, int] | None = None,
+) -> Geometry:
+    """The geometry of the model `name` from its layers, with one group per kind of layer, as a
+    pool without bounds would have it; `fitted` gives the one for a real pool.
+
+    Layers are of one kind where their window and their K and V are alike. Raises UnsupportedModel
+    for more than two kinds, ValueError for a page_size < 1.
+    """
+    if page_size < 1:
+        raise ValueError(f"page_size is {page_size}; it must be at least 1")
+    shared = dict(shared_layers or {})
+    differ = len({(layer.num_kv_heads, layer.head_dim) for layer in layers}) > 1
+    kinds: dict[CacheGroup, list[int]] = {}
+    for index, layer in enumerate(layers):
+        if index not in shared:
+            kv_shape = (layer.num_kv_heads, layer.head_dim) if differ else None
+            kind = CacheGroup(layer.kind, (), layer.sliding_window, 0, kv_shape=kv_shape)
+            kinds.setdefault(kind, []).append(index)
+    if len(kinds) > _MOST_KINDS:
+        found = "; ".join(_describe(layers[of_kind[0]]) for of_kind in kinds.values())
         raise UnsupportedModel(
-            f"{text_config.model_type}: it has sliding layers, but sliding_window is {window!r}"
+            f"{name}: its layers are of {len(kinds)} kinds ({found}); the KV pool serves at most "
+            f"{_MOST_KINDS}"
         )
-    num_heads = text_config.num_attention_heads
-    num_kv_heads = getattr(text_config, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // num_heads
-    for name, value in (("num_key_value_heads", num_kv_heads), ("head_dim", head_dim)):
-        if not isinstance(value, int):
-            raise UnsupportedModel(
-                f"{text_config.model_type}: {name} is {value!r}; it must be one number for all "
-                f"layers"
-            )
-    return Geometry(
-        groups=_one_group_per_kind(kinds, window),
-        num_layers=len(kinds),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+    kinds = dict(sorted(kinds.items(), key=lambda entry: entry[0].sliding_window > 0))
+    whole = Geometry(
+        groups=(),
+        num_layers=len(layers) - len(shared),
+        num_heads=max(layer.num_heads for layer in layers),
+        num_kv_heads=max(layer.num_kv_heads for layer in layers),
+        head_dim=max(layer.head_dim for layer in layers),
         page_size=page_size,
         itemsize=itemsize,
+        shared_layers=shared,
     )
+    _, units = whole._units(list(kinds))
+    return whole._tiled(kinds, Tiling(*_counts(kinds), units))
 
 
-def _one_group_per_kind(kinds: tuple[str, ...], window: int) -> tuple[CacheGroup, ...]:
-    layers = {
-        kind: [layer for layer, of_layer in enumerate(kinds) if of_layer == kind]
-        for kind in SERVED_KINDS
-        if kind in kinds
-    }
-    tiling = Tiling(*(len(layers.get(kind, ())) for kind in SERVED_KINDS))
-    return tuple(
-        group
-        for kind, found in layers.items()
-        for group in _split(kind, window if kind == SLIDING_ATTENTION else 0, found, tiling)
-    )
-
-
-def _split(kind: str, window: int, layers: list[int], tiling: Tiling) -> list[CacheGroup]:
-    """Groups of equally many slots; in the last one some may lie idle."""
-    size = tiling.full_slots if kind == FULL_ATTENTION else tiling.sliding_slots
-    return [
-        CacheGroup(
-            kind=kind,
-            layers=tuple(layers[first : first + size]),
-            sliding_window=window,
-            blocks_per_chunk=tiling.slots_per_chunk // size,
-            num_unused_slots=max(0, first + size - len(layers)),
-        )
-        for first in range(0, len(layers), size)
-    ]
+def _describe(layer: LayerShape) -> str:
+    window = f"a window of {layer.sliding_window}" if layer.sliding_window else "full attention"
+    return f"{window}, {layer.num_kv_heads} KV heads of {layer.head_dim}"

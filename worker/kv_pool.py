@@ -48,17 +48,20 @@ class KvPool:
                 num_chunks * group.blocks_per_chunk,
                 group.num_slots,
                 2,
-                geometry.num_kv_heads,
+                num_kv_heads,
                 geometry.page_size,
-                geometry.head_dim,
+                head_dim,
             )
             for group in geometry.groups
+            for num_kv_heads, head_dim in [geometry.kv_shape(group)]
         ]
         self._layer_views = {
             layer: (index, self._blocks[index][:, place])
             for index, group in enumerate(geometry.groups)
             for place, layer in enumerate(group.layers)
         }
+        for layer, owner in geometry.shared_layers.items():
+            self._layer_views[layer] = self._layer_views[owner]
 
     @property
     def num_bytes(self) -> int:

@@ -15,17 +15,20 @@ from typing import Any, Final
 
 import psutil  # type: ignore[import-untyped]  # its stubs are no dependency
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from protos import link_pb2
 from worker import control_group
+from worker.adapters import adapted_classes, place_positions
 from worker.attention.interface import ATTENTION_NAME, register
 from worker.checkpoint import read_config, read_model
 from worker.deterministic import check_dense
 from worker.fusing import fuse_model
-from worker.geometry import Geometry, UnsupportedModel, geometry_of
-from worker.model_check import check_config, probe
+from worker.geometry import Geometry, UnsupportedModel, check_layer_types, geometry_of
+from worker.model_check import check_config
 from worker.packing import pack_model
+from worker.probe import check_step, observe, refusing
 from worker.rope import pin_longrope
 
 __all__ = ["LoadedModel", "Progress", "UnsupportedModel", "load_folder", "load_model"]
@@ -44,6 +47,7 @@ class LoadedModel:
     """A model in eval mode whose attention is ours, and the facts that the scheduler asks for."""
 
     model: PreTrainedModel
+    hidden_states: nn.Module  # the part of it that gives the last hidden states of every token
     model_path: str  # the folder or Hub id that tokenizer and configs are read from
     model_type: str
     architecture: str
@@ -87,36 +91,54 @@ def _load_folder(path: str, configure: link_pb2.Configure, progress: Progress) -
     config = read_config(path)
     text_config = config.get_text_config()
     check_config(text_config)
+    check_layer_types(text_config)
     if configure.deterministic:
         check_dense(text_config)
     device = _device(configure.device)
     dtype = _dtype(configure.dtype, text_config, device)
     kv_dtype = kv_dtype_of(configure.kv_cache_dtype, dtype, device, configure.weight_format)
-    geometry = geometry_of(text_config, configure.page_size, kv_dtype.itemsize)
     max_model_len = _max_model_len(configure.max_model_len, text_config)
 
     progress("loading weights", 0.1)
     register()
-    model = read_model(path, config, dtype, ATTENTION_NAME)
+    with adapted_classes(config.model_type):
+        model = read_model(path, config, dtype, ATTENTION_NAME)
     if configure.deterministic:
         check_dense(text_config, model)
     model.to(device).eval()  # type: ignore[arg-type]  # the decorator hides nn.Module.to
+    place_positions(model)
+    observed = observe(model, max_model_len)
+    if not max_model_len:
+        raise UnsupportedModel(
+            f"{text_config.model_type}: its configuration names no max_position_embeddings; set "
+            f"max_model_len"
+        )
+    geometry = geometry_of(
+        config.model_type,
+        observed.layers,
+        configure.page_size,
+        kv_dtype.itemsize,
+        observed.shared_layers,
+    )
     pack_model(
         model,
         configure.weight_format,
         lambda share: progress("packing weights", 0.6 + 0.3 * share),
+        kept=observed.read_weights,
     )
     progress("checking the model", 0.9)
     pin_longrope(model, max_model_len)
-    vocab_size = probe(model, geometry, device)
-    fuse_model(model, geometry, max_model_len)
+    with refusing(config.model_type):
+        fuse_model(model, geometry, max_model_len)
+    check_step(model, observed, max_model_len)
     progress("loaded", 1.0)
     return LoadedModel(
         model=model,
+        hidden_states=observed.hidden_states,
         model_path=path,
         model_type=config.model_type,
         architecture=type(model).__name__,
-        vocab_size=vocab_size,
+        vocab_size=observed.vocab_size,
         max_model_len=max_model_len,
         dtype=dtype,
         kv_dtype=kv_dtype,
@@ -215,16 +237,12 @@ def kv_dtype_of(
 
 
 def _max_model_len(wanted: int, text_config: Any) -> int:
-    """The smaller of what is asked for (0 = all) and what the model has."""
+    """The smaller of what is asked for (0 = all) and what the model has; 0 where neither is
+    known."""
     if wanted < 0:
         raise ValueError(f"max_model_len is {wanted}; it must be at least 1, or 0 for the model's")
     longest = getattr(text_config, "max_position_embeddings", None)
-    if longest is None:
-        if wanted == 0:
-            raise UnsupportedModel(
-                f"{text_config.model_type}: its configuration names no max_position_embeddings; "
-                f"set max_model_len"
-            )
+    if not isinstance(longest, int) or longest < 1:  # xlnet has -1: no limit
         return wanted
     if wanted > longest:
         raise ValueError(

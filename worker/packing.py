@@ -2,8 +2,8 @@
 
 Recognised are torch's nn.Linear and transformers' Conv1D, in float32 on the CPU; anything else
 (experts in 3-D parameters, quantised layers, subclasses with a forward of their own, layers that
-somebody hooked) stays as it is. An lm_head that shares its weights with the embedding is packed
-like the others; the embedding keeps its table.
+somebody hooked or whose weight the model reads itself) stays as it is. An lm_head that shares its
+weights with the embedding is packed like the others; the embedding keeps its table.
 
 Owns: which layers are replaced, and what is said about it. Does not own: the packed layer
 (packed_linear.py), fusing layers.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -29,9 +29,12 @@ _logger = logging.getLogger(__name__)
 
 
 def pack_model(
-    model: PreTrainedModel, weight_format: str, progress: Callable[[float], None]
+    model: PreTrainedModel,
+    weight_format: str,
+    progress: Callable[[float], None],
+    kept: Collection[nn.Module] = (),
 ) -> None:
-    """Replace in place, telling `progress` the share that is done.
+    """Replace in place all but `kept`, telling `progress` the share that is done.
 
     `weight_format` is float32 ("" too), float16, int8, or unpacked, which replaces nothing. A model
     that is not in float32 on the CPU stays as it is. Without a compiler float32 stays unpacked,
@@ -52,7 +55,7 @@ def pack_model(
         if (model.device.type, model.dtype) == ("cpu", torch.float32):
             _logger.warning("linear layers stay unpacked, which is slower: %s", obstacle)
         return
-    _replace(model, weight_format, progress)
+    _replace(model, weight_format, progress, kept)
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -71,12 +74,17 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _replace(model: PreTrainedModel, weight_format: str, progress: Callable[[float], None]) -> None:
+def _replace(
+    model: PreTrainedModel,
+    weight_format: str,
+    progress: Callable[[float], None],
+    kept: Collection[nn.Module],
+) -> None:
     before = _bytes(model)
     found = [
         (path, module)
         for path, module in model.named_modules(remove_duplicate=False)
-        if _is_plain(module)
+        if _is_plain(module) and module not in kept
     ]
     done, total = 0, sum(module.weight.numel() for _, module in found)
     packed: dict[int, PackedLinear] = {}  # by id: one module may have several places

@@ -5,6 +5,9 @@ attention type it is as large as the least common multiple of two layer counts: 
 full and 52 sliding layers. Few chunks share badly: a request's last chunk of each group is mostly
 empty. More groups of fewer layers have smaller multiples; each costs a block table of its own.
 
+Pages of the two types may differ in size; then all is counted in units of which both are whole
+numbers.
+
 Owns: this choice, in numbers of layers. Pure. Does not own: which layers those are (geometry.py).
 """
 
@@ -27,14 +30,22 @@ class Tiling:
 
     full_slots: int
     sliding_slots: int
+    units: tuple[int, int] = (1, 1)  # of a full layer's page, and of a sliding layer's
 
     @property
-    def slots_per_chunk(self) -> int:
-        """Pages of the smallest chunk that blocks of both types tile."""
-        return math.lcm(*(slots for slots in (self.full_slots, self.sliding_slots) if slots))
+    def units_per_chunk(self) -> int:
+        """Of the smallest chunk that blocks of both types tile."""
+        blocks = (self.full_slots * self.units[0], self.sliding_slots * self.units[1])
+        return math.lcm(*(units for units in blocks if units))
 
 
-def choose_tiling(num_full: int, num_sliding: int, page_bytes: int, pool_bytes: int) -> Tiling:
+def choose_tiling(
+    num_full: int,
+    num_sliding: int,
+    unit_bytes: int,
+    pool_bytes: int,
+    units: tuple[int, int] = (1, 1),
+) -> Tiling:
     """The fewest groups whose chunk is small enough for a pool of pool_bytes; of those the one
     with least padding, then with the smallest chunk. Where no split makes chunks small enough, the
     one with the smallest chunk, then the fewest groups.
@@ -42,10 +53,10 @@ def choose_tiling(num_full: int, num_sliding: int, page_bytes: int, pool_bytes: 
     A model of one attention type has one group: its blocks tile any chunk.
     """
     if not num_full or not num_sliding:
-        return Tiling(num_full, num_sliding)
-    whole_model = page_bytes * (num_full + num_sliding)
+        return Tiling(num_full, num_sliding, units)
+    whole_model = unit_bytes * (num_full * units[0] + num_sliding * units[1])
     bound = min(pool_bytes // LARGEST_SHARE, max(LARGEST_CHUNK, whole_model))
-    candidates = list(_candidates(num_full, num_sliding))
+    candidates = list(_candidates(num_full, num_sliding, units))
 
     def num_groups(tiling: Tiling) -> int:
         return -(-num_full // tiling.full_slots) - (-num_sliding // tiling.sliding_slots)
@@ -53,10 +64,10 @@ def choose_tiling(num_full: int, num_sliding: int, page_bytes: int, pool_bytes: 
     def padding(tiling: Tiling) -> float:
         return padding_share(num_full, num_sliding, tiling)
 
-    fitting = [tiling for tiling in candidates if tiling.slots_per_chunk * page_bytes <= bound]
+    fitting = [tiling for tiling in candidates if tiling.units_per_chunk * unit_bytes <= bound]
     if fitting:
-        return min(fitting, key=lambda t: (num_groups(t), padding(t), t.slots_per_chunk))
-    return min(candidates, key=lambda t: (t.slots_per_chunk, num_groups(t), padding(t)))
+        return min(fitting, key=lambda t: (num_groups(t), padding(t), t.units_per_chunk))
+    return min(candidates, key=lambda t: (t.units_per_chunk, num_groups(t), padding(t)))
 
 
 def padding_share(num_full: int, num_sliding: int, tiling: Tiling) -> float:
@@ -68,14 +79,15 @@ def padding_share(num_full: int, num_sliding: int, tiling: Tiling) -> float:
     """
     full = -(-num_full // tiling.full_slots) * tiling.full_slots
     sliding = -(-num_sliding // tiling.sliding_slots) * tiling.sliding_slots
-    of_short = (full + sliding - num_full - num_sliding) / (full + sliding)
-    return max((full - num_full) / full, of_short)
+    of_full, of_sliding = tiling.units
+    idle = (full - num_full) * of_full + (sliding - num_sliding) * of_sliding
+    return max((full - num_full) / full, idle / (full * of_full + sliding * of_sliding))
 
 
-def _candidates(num_full: int, num_sliding: int) -> Iterator[Tiling]:
+def _candidates(num_full: int, num_sliding: int, units: tuple[int, int]) -> Iterator[Tiling]:
     for full_slots in _slots(num_full):
         for sliding_slots in _slots(num_sliding):
-            tiling = Tiling(full_slots, sliding_slots)
+            tiling = Tiling(full_slots, sliding_slots, units)
             groups = -(-num_full // full_slots) - (-num_sliding // sliding_slots)
             if (
                 groups <= MOST_GROUPS

@@ -16,11 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.bench.conftest import Guard
 from tests.worker.attention_bench import one_step, step_context
+from tests.worker.promised import promised_geometry
 from worker.attention.cpu import CpuBackend
 from worker.attention.interface import ATTENTION_NAME, AttentionCall, answering, register
 from worker.attention.reference import ReferenceBackend
 from worker.fusing import fuse_model, unfuse_model
-from worker.geometry import geometry_of
 from worker.kernels.build import kernel_library
 from worker.packed_linear import PackedLinear
 from worker.packing import pack_model
@@ -107,7 +107,7 @@ def packed_model() -> LlamaForCausalLM:
 def test_fused_layer(num_rows: int, guard: Guard) -> None:
     """Layers in two calls to C, against the model's own forward over the same packed weights."""
     own, fused = packed_model(), packed_model()
-    geometry = geometry_of(fused.config, 16, 4)
+    geometry = promised_geometry(fused.config, 16, 4)
     assert fuse_model(fused, geometry, 1000) == NUM_LAYERS
     tokens = torch.arange(num_rows)[None]
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.gpu.card import DEVICE, DTYPE, IS_CUDA
 from tests.worker.conftest import configure
+from tests.worker.promised import promised_geometry
 from worker.attention.interface import ATTENTION_NAME, register
-from worker.geometry import geometry_of
 from worker.load import LoadedModel
 from worker.runner import Runner
 
@@ -87,6 +87,7 @@ def random_loaded(name: str) -> LoadedModel:
     model = random_model(name, ATTENTION_NAME)
     return LoadedModel(
         model=model,
+        hidden_states=model.base_model,
         model_path="",
         model_type=model.config.model_type,
         architecture=type(model).__name__,
@@ -95,7 +96,7 @@ def random_loaded(name: str) -> LoadedModel:
         dtype=DTYPE,
         kv_dtype=DTYPE,
         device=DEVICE,
-        geometry=geometry_of(model.config, PAGE_SIZE, DTYPE.itemsize),
+        geometry=promised_geometry(model.config, PAGE_SIZE, DTYPE.itemsize),
     )
 
 

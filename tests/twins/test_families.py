@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from scheduler_svc.core.request import NewRequest, Sampling
+from tests.families.tiny_configs import tiny_config
 from tests.twins.in_process import InProcess, Served
 from tests.worker import tiny_models
 from tests.worker.conftest import PAGE_SIZE, load
@@ -29,11 +30,13 @@ Tokens = dict[tuple[str, int], list[int]]
 class Family:
     """A tiny model under our worker, loaded with `settings`, and what `generate` says."""
 
-    def __init__(self, name: str, folder: Path, **settings: object) -> None:
+    def __init__(
+        self, name: str, folder: Path, config: PreTrainedConfig | None = None, **settings: object
+    ) -> None:
         self.name = name
         self.folder = folder
         self._settings = settings
-        model = tiny_models.save(tiny_models.SERVED[name](), folder)
+        model = tiny_models.save(config or tiny_models.SERVED[name](), folder)
         generator = torch.Generator().manual_seed(11)
         prompts = [
             torch.randint(tiny_models.VOCAB_SIZE, (length,), generator=generator).tolist()
@@ -236,3 +239,29 @@ def test_tokens_are_the_same_with_narrower_keys_and_values(name: str, tmp_path: 
     for check in (batched, swap, prefix_hit, run_ahead, reference):
         check(family)
     family.serve(page_size=16)  # where the C kernel reads them as they lie
+
+
+# Families that differ in how they ask for attention. All others: tests/families.
+UNUSUAL = {
+    "bart": "counts positions itself; its base model is passed by",
+    "falcon, grouped": "has attention classes of its own; keys repeated for every query",
+    "gemma4_text, shared": "full layers with other heads; layers that read the keys of others",
+    "gpt_neo": "has attention classes of its own, with windows in their masks",
+    "hunyuan_v1_moe": "reads the weight of a linear layer",
+    "jetmoe": "more KV heads than its configuration says",
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_tokens_are_the_same_for_unusual_families(name: str, tmp_path: Path) -> None:
+    """What was seen of the model at load is not what its memory is laid out for."""
+    family = Family(name, tmp_path, tiny_config(name))
+    served = family.serve(
+        chunks=family.tiny_pool(),
+        swap_chunks=20,
+        safety_margin=0.0,
+        max_batch_tokens=29,
+        depth=2,
+        is_padded=True,
+    )
+    assert served.offloads + served.soft_resets

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from protos import link_pb2
 from tests.worker import tiny_models
 from tests.worker.planner import Planner, Request
+from tests.worker.promised import promised_geometry
 from worker.attention.interface import ATTENTION_NAME, register
-from worker.geometry import geometry_of
 from worker.load import LoadedModel
 from worker.memory import plan_memory
 from worker.runner import Runner
@@ -65,6 +65,7 @@ def _load(config: PreTrainedConfig, configure: link_pb2.Configure) -> LoadedMode
     ).eval()
     return LoadedModel(
         model=model,
+        hidden_states=model.base_model,
         model_path="",
         model_type=config.model_type,
         architecture=type(model).__name__,
@@ -73,7 +74,7 @@ def _load(config: PreTrainedConfig, configure: link_pb2.Configure) -> LoadedMode
         dtype=torch.float32,
         kv_dtype=torch.float32,
         device=torch.device("cpu"),
-        geometry=geometry_of(config, configure.page_size, 4),
+        geometry=promised_geometry(config, configure.page_size, 4),
     )
 
 

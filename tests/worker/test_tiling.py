@@ -54,12 +54,12 @@ def test_no_better_split_exists(num_full, num_sliding, pool_log):
         if padding_share(num_full, num_sliding, Tiling(full, sliding)) < LARGEST_PADDING
         and groups(Tiling(full, sliding)) <= MOST_GROUPS
     ]
-    fitting = [groups(t) for t in others if t.slots_per_chunk * page <= bound]
+    fitting = [groups(t) for t in others if t.units_per_chunk * page <= bound]
     if fitting:
-        assert chosen.slots_per_chunk * page <= bound
+        assert chosen.units_per_chunk * page <= bound
         assert groups(chosen) <= min(fitting)
     else:
-        assert chosen.slots_per_chunk <= min(t.slots_per_chunk for t in others)
+        assert chosen.units_per_chunk <= min(t.units_per_chunk for t in others)
 
 
 def test_padding_is_judged_at_its_worst():

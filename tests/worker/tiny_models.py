@@ -188,8 +188,8 @@ def wide_llama() -> PreTrainedConfig:
     )
 
 
-# sinks and capped scores are what SDPA cannot do
-_EAGER_ONLY = ("bloom", "gemma2", "gpt_oss")
+# sinks and capped scores are what SDPA cannot do; gpt_neo has no attention but its own
+_EAGER_ONLY = ("bloom", "gemma2", "gpt_neo", "gpt_oss")
 
 SERVED: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": llama,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 import torch
@@ -25,6 +25,34 @@ from worker.kv_pool import KvPool
 # Must not contain `flash`, `sdpa` or `flex_attention`, nor look like `org/name`: transformers
 # treats such names in special ways.
 ATTENTION_NAME: Final = "chairlift_paged"
+
+# Keyword arguments of models that change nothing here. What a step needs of them reaches attention
+# by other ways; the rest concern training, caches and outputs that are not asked for.
+_HARMLESS: Final = frozenset(
+    {
+        "cache",
+        "cache_position",
+        "config",
+        "deterministic",
+        "dropout",
+        "head_mask",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_value",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "training",
+        "use_cache",
+    }
+)
+
+
+class UnservedAttention(RuntimeError):
+    """A layer asks its attention for something that the paged kernels do not compute."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +73,7 @@ class AttentionCall:
     sliding_window: int = 0  # 0 = none; counts the current token
     softcap: float = 0.0  # 0 = none; else scores become softcap * tanh(score / softcap)
     sinks: torch.Tensor | None = None  # [H] one more softmax logit per head, without a value
+    mask: torch.Tensor | None = None  # made only while probe.py looks; a step refuses it
 
 
 class AttentionBackend(Protocol):
@@ -98,6 +127,7 @@ class StepContext:
         call: AttentionCall,
     ) -> torch.Tensor:
         """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
+        refuse_mask(module, call.mask)
         group, pages = self.pool.layer_views(layer_index(module))
         call = with_window_of(self.pool, group, call)
         tables = self.groups[group]
@@ -106,7 +136,7 @@ class StepContext:
 
 
 class LayerHandler(Protocol):
-    """What answers a layer's call: a StepContext, or the probe of model_check.py."""
+    """What answers a layer's call: a StepContext, or what looks at a model when it is loaded."""
 
     def attend_layer(
         self,
@@ -147,17 +177,37 @@ def chairlift_paged(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: [1, H, T, D] and [1, Hkv, T, D] in, [1, T, H, D] out."""
-    refuse_mask(module, attention_mask)
+    """transformers' attention interface: [1, H, T, D] and [1, Hkv, T, D] in, [1, T, H, D] out.
+
+    Raises UnservedAttention for a keyword argument that is not known to change nothing.
+    """
+    for name, argument in others.items():
+        if argument is not None and name not in _HARMLESS:
+            _refuse_argument(module, name, argument)
     call = AttentionCall(
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sliding_window=sliding_window or 0,
         softcap=softcap or 0.0,
         sinks=s_aux,
+        mask=attention_mask,
     )
     return attend_layer(module, query, key, value, call), None
+
+
+def _refuse_argument(module: nn.Module, name: str, argument: Any) -> None:
+    if name == "is_causal":
+        if argument is not False:
+            return
+        raise UnservedAttention(
+            f"{type(module).__name__} asks for attention that is not causal (is_causal=False); a "
+            f"KV cache needs causal attention"
+        )
+    raise UnservedAttention(
+        f"{type(module).__name__} passes {name} to its attention, which {ATTENTION_NAME} does not "
+        f"know; it would be left out of the result"
+    )
 
 
 def attend_layer(
@@ -184,15 +234,15 @@ def with_window_of(pool: KvPool, group: int, call: AttentionCall) -> AttentionCa
     window = pool.geometry.groups[group].sliding_window
     if call.sliding_window == window:
         return call
-    return AttentionCall(call.scaling, window, call.softcap, call.sinks)
+    return replace(call, sliding_window=window)
 
 
 def refuse_mask(module: nn.Module, attention_mask: torch.Tensor | None) -> None:
-    """Raises RuntimeError where a model makes a mask after all."""
+    """Raises UnservedAttention where a model makes a mask after all."""
     if attention_mask is not None:
-        raise RuntimeError(
-            f"{type(module).__name__} passes an attention mask; {ATTENTION_NAME} serves causal "
-            f"attention only"
+        raise UnservedAttention(
+            f"{type(module).__name__} makes an attention mask of its own; {ATTENTION_NAME} serves "
+            f"causal attention, whole or through a window"
         )
 
 
