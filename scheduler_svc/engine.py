@@ -77,7 +77,6 @@ class Engine:
         Timeouts are in seconds; a `step_timeout` of 0 lets steps take for ever.
         """
         self.steps = StepFeed(clock)
-        self._limits = limits
         self._link = link
         self._deliver = deliver
         self._max_queue_size = max_queue_size
@@ -244,7 +243,7 @@ class Engine:
     def _plan(self) -> None:
         if not self.status.is_ready:
             return
-        while len(self._state.in_flight) < self._limits.max_plans_in_flight:
+        while len(self._state.in_flight) < self._state.plans_allowed:
             decision = decide(self._state)
             step = commit(self._state, decision)
             if step is not None:

@@ -87,6 +87,7 @@ def commit(state: State, decision: Decision) -> InFlight | None:
     state.transfers = Transfers()
     state.next_step_id += 1
     state.in_flight.append(step)
+    state.suspects.took_turn(requests[0])
     return step
 
 

@@ -25,15 +25,28 @@ from scheduler_svc.core.request import Request, Swapped
 from scheduler_svc.core.shortage import by_kind, choose_victims, relieve
 from scheduler_svc.core.state import State
 from scheduler_svc.core.static_batches import fill_static_batch
+from scheduler_svc.core.suspects import Cell
 
 LOOK_AHEAD: Final = 4  # waiting requests looked at per step, times the number of rows
 
 
 def decide(state: State) -> Decision:
     """The next step, given everything the state says; the same state gives the same decision."""
+    for cell in state.suspects.turns():
+        decision = _decide_for(state, cell)
+        if not decision.is_empty:
+            break
+    return decision
+
+
+def _decide_for(state: State, cell: Cell | None) -> Decision:
+    """A step that computes only this cell's requests (suspects.py), or anybody's."""
     batch = Batch(state)
     victims = choose_victims(state, batch.room)
     spared = candidates(state, {request.row for request in victims})
+    if cell is not None:
+        running, cell_of = state.rows.running, state.suspects.cell_of
+        spared = spared[[cell_of(running[row]) is cell for row in spared.tolist()]]
     decodes = state.rows.is_decoding[spared]
     has_margin = batch.room.free_share() >= state.limits.safety_margin
     if state.policy.holds_finished:
@@ -44,7 +57,7 @@ def decide(state: State) -> Decision:
         elif phase is Phase.PREFILLING:
             _add_prefilling(state, batch, spared[~decodes], has_margin)
         elif not batch.stalled and not batch.is_over_budget:  # first those that run
-            _add_pending(state, batch, has_margin)
+            _add_pending(state, batch, has_margin, cell)
     victims += relieve(state, batch, victims)
     return batch.decision(*by_kind(state, victims))
 
@@ -69,7 +82,7 @@ def _add_prefilling(state: State, batch: Batch, rows: Int32, has_margin: bool) -
         batch.add_row(row, int(state.rows.known[row] - state.rows.computed[row]))
 
 
-def _add_pending(state: State, batch: Batch, has_margin: bool) -> None:
+def _add_pending(state: State, batch: Batch, has_margin: bool, cell: Cell | None) -> None:
     new_rows = state.rows.next_free(state.rows.num_free)
     used, looked_at = 0, 0
     promised: set[Name] = set()  # by those that this step admits
@@ -82,6 +95,8 @@ def _add_pending(state: State, batch: Batch, has_margin: bool) -> None:
             return
         if request.num_in_flight:
             return  # preempted while a plan names it: a token may still come back
+        if cell is not None and state.suspects.cell_of(request) is not cell:
+            return  # its turn comes; to overtake it could starve it
         admission = _admission(state, request, rows, promised)
         if admission is None:
             continue  # somebody is computing what it needs next

@@ -34,6 +34,7 @@ from scheduler_svc.core.request import (
     Swapped,
 )
 from scheduler_svc.core.rows import Rows
+from scheduler_svc.core.suspects import Suspects
 
 
 @dataclass(slots=True)
@@ -67,6 +68,12 @@ class InFlight:
     transfers: Transfers
     freed_swap: list[tuple[int, Int32]]  # (group, swap blocks), free once the plan has returned
 
+    def reaches(self) -> list[tuple[Request, int]]:
+        """Whom the step computes or forks off, and the end of that, in tokens of the request."""
+        forks = self.requests[len(self.rows) :]
+        ends = self.ends.tolist() + [sibling.num_prompt_tokens for sibling in forks]
+        return list(zip(self.requests, ends, strict=True))
+
 
 @dataclass(slots=True)
 class Counters:
@@ -88,12 +95,18 @@ class State:
         # request_id → the request and its siblings, as far as they live; in order of arrival
         self.requests: dict[str, list[Request]] = {}
         self.pending = PendingQueue()
+        self.suspects = Suspects()
         self.counters = Counters()
         self.next_ticket = 0
         self.next_step_id = 0
         self.in_flight: deque[InFlight] = deque()
         self.transfers = Transfers()  # for the next plan
         self._set_memory(geometry)
+
+    @property
+    def plans_allowed(self) -> int:
+        """How many plans may be without a result."""
+        return 1 if self.suspects.is_active else self.limits.max_plans_in_flight
 
     def _set_memory(self, geometry: Geometry) -> None:
         self.geometry = geometry
@@ -170,6 +183,7 @@ class State:
         family.remove(request)
         if not family:
             del self.requests[request.request_id]
+        self.suspects.ended(request, is_last=not family)
         siblings, request.siblings = request.siblings, []
         for sibling in siblings:
             self.finish(sibling, reason)
