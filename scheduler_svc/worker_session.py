@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 # How often in a row a request must have been alone in a step that fails, or in which the worker is
 # lost, before it is the request that fails. A worker dies of many things; one that another takes
 # the place of may not have died at all.
-TRIES_IF_FAULTY: Final = 1
+TRIES_IF_FAULTY: Final = 2
 TRIES_IF_LOST: Final = 3
 TRIES_IF_REPLACED: Final = 5
 NOT_A_STEP: Final = 0  # nobody is to blame

@@ -346,4 +346,6 @@ class State:
         for request in self.live():
             request.num_in_flight = 0
             request.swapped = None
+            if geometry.page_size != self.geometry.page_size:
+                request.names.clear()  # of blocks of other tokens
         self._set_memory(geometry)

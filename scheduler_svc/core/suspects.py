@@ -3,8 +3,8 @@
 The live requests are parted into cells; a step computes requests of one cell, and the cells take
 turns. While all is well there is one cell, and it is everybody's. When a step fails, those that it
 computed become a cell of their own and run again; if that fails too, in halves, then alone. Who
-fails alone, at the second failure or later, is guilty; where it is less than sure that the step
-was the cause (a worker may die of anything), who fails alone several times in a row.
+fails alone twice in a row is guilty: a fault that passes may hit anybody once. Where it is less
+than sure that the step was the cause (a worker may die of anything), it takes more than twice.
 
 So k guilty requests among n cost about k * log2(n) failed steps. Nobody is blamed for what shared
 a step with others, newcomers least of all, and everybody else goes on meanwhile.
@@ -23,7 +23,7 @@ from typing import Final
 
 from scheduler_svc.core.request import Request, RequestState
 
-TRIES_TOGETHER: Final = 2  # failures after which a cell is split, or its one member guilty
+TRIES_TOGETHER: Final = 2  # failures after which a cell is split
 DISTANCE: Final = 2  # tokens past the failure, for each suspicion, after which one is cleared
 PEACE: Final = 64  # tokens without a failure that make up for one suspicion
 
@@ -84,7 +84,7 @@ class Suspects:
             self._line.remove(cell)
             self._line.append(cell)
 
-    def blame(self, computed: Iterable[tuple[Request, int]], tries_alone: int = 1) -> list[str]:
+    def blame(self, computed: Iterable[tuple[Request, int]], tries_alone: int = 2) -> list[str]:
         """A step has failed that computed these requests, each up to so many of its tokens.
 
         `tries_alone`: in how many steps in a row one must have failed alone to be guilty.
@@ -148,7 +148,7 @@ class Suspects:
         of the guilty."""
         num_failures = cell.num_failures + 1
         num_alone = cell.num_alone + 1 if len(blamed) == 1 else 0
-        if num_failures >= TRIES_TOGETHER and num_alone >= tries_alone:
+        if num_alone >= tries_alone:
             return blamed
         half = len(blamed) if num_failures < TRIES_TOGETHER else (len(blamed) + 1) // 2
         for request_id in blamed:

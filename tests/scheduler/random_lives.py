@@ -1,0 +1,422 @@
+"""Seeded random lives of an engine with a shadow worker: everything that can happen, at any moment.
+
+A life draws a memory, a policy and limits, then moves: requests come (siblings, stop strings, stop
+tokens, poisons, ids in use or used before), are aborted; steps fail; workers die, leave, fall
+silent and come back with memory of another size; results come late, twice or wrong; the cache is
+flushed. After every turn `check` looks at the whole state, and at everything that clients were
+told. One seed is one life, move for move.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from protos import link_pb2
+from protos.plan import StepResult
+from scheduler_svc.core.admission import why_never_fits
+from scheduler_svc.core.check import check
+from scheduler_svc.core.limits import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    Geometry,
+    GroupGeometry,
+)
+from scheduler_svc.core.policies import POLICIES, STATIC
+from scheduler_svc.core.request import FinishReason, Request, RequestState
+from scheduler_svc.core.state import InFlight
+from scheduler_svc.core.views import get_cache, list_requests
+from scheduler_svc.errors import DuplicateRequest, QueueFull, RequestFailed, RequestRejected
+from scheduler_svc.events import Delta, Event, Failed, Finished, Submission
+from scheduler_svc.worker_link import WorkerMessage
+from tests.scheduler.engine_bench import Bench, assert_nothing_is_held
+from tests.shadow_worker import expected_tokens
+
+# (sliding window or 0, blocks a chunk) of each cache group
+GROUPS = [((0, 1),), ((0, 3),), ((5, 1),), ((0, 2), (5, 3)), ((0, 1), (4, 1), (7, 1))]
+REFUSALS = (DuplicateRequest, QueueFull, RequestRejected)
+VOCABULARY = 50  # of the shadow worker
+LETTERS = 26  # token t reads as letter t mod 26
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request, what it must say, and what it has said."""
+
+    request_id: str
+    prompt: list[int]
+    max_tokens: int
+    n: int
+    stop: str  # a letter, or empty
+    stop_token_ids: frozenset[int]
+    priority: int
+    poison: str  # how a step fails that computes it up to `place`; empty: it does not
+    place: int
+    right: list[list[int]]  # by sibling, up to the token that completes a stop
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    num_failures: int = 0  # failed steps that it was in, and not by its own fault
+    may_not_fit: bool = False  # the memory of a worker that came meanwhile
+    is_aborted: bool = False
+
+    def __post_init__(self) -> None:
+        self.tokens = {index: [] for index in range(self.n)}
+        self.texts = dict.fromkeys(range(self.n), "")
+
+
+def letter(token: int) -> str:
+    return chr(ord("a") + token % LETTERS)
+
+
+class Life:
+    """See the module's docstring; `run` ends with everything checked, or an AssertionError."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.groups = GROUPS[self.draw(len(GROUPS))]
+        self.policy = list(POLICIES.values())[self.draw(len(POLICIES))]
+        self.num_rows = 2 + self.draw(6)
+        self.max_queue_size = self.draw(4) if self.happens(0.2) else 0
+        self.bench = Bench(
+            depth=1 + self.draw(2),
+            max_queue_size=self.max_queue_size,
+            geometry=self.draw_geometry(),
+            policy=self.policy,
+            num_rows=self.num_rows,
+            max_batch_tokens=self.num_rows + self.draw(20),
+            allow_block_sharing=self.happens(0.7),
+        )
+        self.poisons = ["fault", "death"] if self.happens(0.5) else []
+        self.num_asked = 0
+        self.submitted: list[Asked] = []  # and not obeyed yet
+        self.told: dict[str, list[Asked]] = {}  # accepted, and not ended as far as was read
+        self.of: dict[Request, Asked] = {}
+        self.num_read = 0  # events
+        self.on_submit_of_engine = self.bench.engine.on_submit
+        self.bench.engine.on_submit = self.on_submit  # type: ignore[method-assign]
+        self.late: list[StepResult] = []  # of plans that were given up or answered
+        self.happened: Counter[str] = Counter()
+
+    def draw(self, end: int) -> int:
+        return int(self.rng.integers(end))
+
+    def happens(self, probability: float) -> bool:
+        return bool(self.rng.random() < probability)
+
+    def draw_geometry(self) -> Geometry:
+        return Geometry(
+            page_size=2 + self.draw(4),
+            num_chunks=2 + 12 + self.draw(20),
+            chunk_bytes=64,
+            groups=tuple(
+                GroupGeometry(SLIDING_ATTENTION if window else FULL_ATTENTION, 1, blocks, window)
+                for window, blocks in self.groups
+            ),
+            max_model_len=40,
+            num_swap_chunks=[0, 5, 40][self.draw(3)],
+            overlaps_swap=self.happens(0.5),
+        )
+
+    # The moves
+
+    def run(self, num_moves: int = 120) -> None:
+        self.bench.connect()
+        moves = [
+            (0.34, self.turn),
+            (0.34, self.answer),
+            (0.18, self.submit),
+            (0.03, self.abort),
+            (0.008, self.fail_step),
+            (0.012, self.lose_worker),
+            (0.01, self.say_something_odd),
+            (0.01, self.flush),
+            (0.02, self.ask),
+        ]
+        weights = np.array([weight for weight, _ in moves])
+        for move in self.rng.choice(len(moves), num_moves, p=weights / weights.sum()).tolist():
+            moves[move][1]()
+        for _ in range(5000):
+            self.turn()
+            self.answer()
+            if not self.told and not self.bench.link.plans:
+                break
+        assert not self.told, f"no end: {self.told}"
+        self.turn()
+        assert_nothing_is_held(self.bench)
+        suspects = self.bench.engine._state.suspects
+        assert not suspects.is_active, f"suspicion outlives the suspects: {suspects}"
+
+    def turn(self) -> None:
+        if self.bench.engine.status.worker != "ready":
+            if self.bench.engine.status.worker == "connecting" and self.happens(0.5):
+                self.bench.link.hello()
+            elif self.bench.engine.status.worker == "loading":
+                self.become_ready()
+        self.bench.turn()
+        check(self.bench.engine._state)
+        self.read_events()
+
+    def become_ready(self) -> None:
+        if self.happens(0.5):
+            self.bench.link.geometry = self.draw_geometry()
+            self.bench.link._new_worker()
+            for asked in itertools.chain(*self.told.values()):
+                asked.may_not_fit |= self.never_fits(asked, self.bench.link.geometry)
+        self.late.clear()  # another session: the link would drop them
+        self.bench.link.ready()
+
+    def never_fits(self, asked: Asked, geometry: Geometry) -> bool:
+        is_reserved = self.policy.holds_finished
+        length = len(asked.prompt)
+        return why_never_fits(geometry, length, asked.max_tokens, is_reserved) is not None
+
+    def answer(self) -> None:
+        """The oldest plan, unless a poison shows in it; read with the next turn."""
+        for _ in range(1 + self.draw(2)):
+            if not self.bench.link.plans:
+                return
+            step = self.oldest_step()
+            poisons = [] if step is None else self.poisons_in(step)
+            if poisons:
+                self.happened[f"{poisons[0].poison} by a poison"] += 1
+                self.fail(step, poisons, poisons[0].poison)
+                return
+            plan = self.bench.link.plans.popleft()
+            result = self.bench.link.worker.step(plan)
+            self.bench.link.worker.finish(result.step_id)
+            self.say(result)
+            self.late = [*self.late[-3:], result]
+
+    def say(self, result: StepResult) -> None:
+        envelope = link_pb2.Envelope(step_result=link_pb2.StepResult(step_id=result.step_id))
+        self.bench.link.on_message(WorkerMessage(envelope, result))
+
+    def oldest_step(self) -> InFlight | None:
+        step_id = self.bench.link.plans[0].step_id
+        steps = [s for s in self.bench.engine._state.in_flight if s.step_id == step_id]
+        return steps[0] if steps else None
+
+    def poisons_in(self, step: InFlight) -> list[Asked]:
+        found = []
+        for request, end in step.reaches():
+            asked = self.of[request]
+            is_live = request.state is not RequestState.FINISHED
+            if is_live and asked.poison and end >= asked.place and asked not in found:
+                found.append(asked)
+        return found
+
+    def fail(self, step: InFlight | None, guilty: list[Asked], how: str) -> None:
+        """The oldest plan fails, or kills the worker."""
+        if not guilty:
+            self.count_failure([step] if step is not None and how == "fault" else None)
+        if how == "fault":
+            self.bench.link.fault("RuntimeError: out of luck")
+        elif self.happens(0.5):
+            self.bench.turn()  # else a result that is on its way would count as heard of later
+            self.bench.now += 6
+            self.bench.turn()
+        else:
+            self.bench.link.say(bye=link_pb2.Bye(reason="the device failed", is_failure=True))
+        self.bench.turn()
+        self.read_events()
+
+    def count_failure(self, steps: Sequence[InFlight] | None = None) -> None:
+        """Of these steps, or of all in flight, through nobody's fault."""
+        for step in self.bench.engine._state.in_flight if steps is None else steps:
+            for asked in dict.fromkeys(self.of[request] for request in step.requests):
+                asked.num_failures += 1
+
+    def submit(self) -> None:
+        for _ in range(1 + self.draw(3)):
+            asked = self.draw_request()
+            self.submitted.append(asked)
+            self.bench.submit(
+                asked.request_id,
+                asked.prompt,
+                asked.max_tokens,
+                asked.stop,
+                asked.stop_token_ids,
+                self.temperature,
+                self.seed,
+                n=asked.n,
+                priority=asked.priority,
+                cache_salt="salt" if self.happens(0.1) else "",
+            )
+
+    def draw_request(self) -> Asked:
+        self.num_asked += 1
+        is_known = self.happens(0.1)  # an id that was used before, perhaps a live one
+        number = self.draw(self.num_asked) if is_known else self.num_asked
+        vocabulary = 2 if self.happens(0.7) else VOCABULARY  # so that prefixes collide
+        prompt = self.rng.integers(0, vocabulary, 1 + self.draw(20)).tolist()
+        max_tokens = 1 + self.draw(12)
+        n = 2 + self.draw(2) if self.happens(0.25) and self.policy is not STATIC else 1
+        n = min(n, self.num_rows)
+        stop = letter(self.draw(LETTERS)) if self.happens(0.4) else ""
+        stops = frozenset(self.rng.integers(0, VOCABULARY, 3).tolist() if self.happens(0.3) else [])
+        self.temperature, self.seed = float(self.draw(2)), int(self.rng.integers(2**62))
+        right = expected_tokens(
+            [prompt] * n, [max_tokens] * n, VOCABULARY, [self.temperature] * n, [self.seed] * n,
+            [stops] * n, [window for window, _ in self.groups], list(range(n)),
+        )  # fmt: skip
+        for tokens in right:
+            ends = [i for i, token in enumerate(tokens) if stop and letter(token) == stop]
+            del tokens[ends[0] + 1 if ends else len(tokens) :]
+        is_poison = bool(self.poisons) and self.happens(0.1)
+        return Asked(
+            request_id=f"r{number}",
+            prompt=prompt,
+            max_tokens=max_tokens,
+            n=n,
+            stop=stop,
+            stop_token_ids=stops,
+            priority=self.draw(3),
+            poison=self.poisons[self.draw(2)] if is_poison else "",
+            place=1 + self.draw(len(prompt) + max_tokens - 1),
+            right=right,
+        )
+
+    def abort(self) -> None:
+        ids = [*self.told, "nobody"]
+        chosen = [ids[self.draw(len(ids))], ids[self.draw(len(ids))]]
+        for request_id in chosen:
+            for asked in self.told.get(request_id, []):
+                asked.is_aborted = True
+        self.bench.engine.abort(chosen)
+
+    def fail_step(self) -> None:
+        """For no reason that would come again."""
+        if self.bench.link.plans and (step := self.oldest_step()) is not None:
+            self.happened["fault"] += 1
+            plans = list(self.bench.link.plans)[: 1 + self.draw(2)]
+            late = [self.bench.link.worker.step(plan) for plan in plans]
+            self.fail(step, [], "fault")
+            for result in late:  # a worker that had more than one step under way
+                self.say(result)
+
+    def lose_worker(self) -> None:
+        how = ["silence", "bye", "another", "failure"][self.draw(4)]
+        self.happened[how] += 1
+        if how in ("silence", "failure"):
+            self.fail(None, [], "death")
+        elif how == "bye":
+            self.bench.link.say(bye=link_pb2.Bye(reason="told to stop"))
+        else:
+            self.count_failure()
+            self.bench.link.hello()
+        for result in self.late:
+            self.say(result)
+
+    def say_something_odd(self) -> None:
+        link = self.bench.link
+        if self.late and self.happens(0.4):
+            self.happened["late result"] += 1
+            self.say(self.late[self.draw(len(self.late))])
+        elif link.plans and self.oldest_step() is not None:
+            self.happened["wrong result"] += 1
+            result = link.worker.step(link.plans.popleft())
+            wrong = [
+                replace(result, step_id=result.step_id + 1),
+                replace(result, token_ids=np.append(result.token_ids, np.int32(1))),
+                replace(result, is_finite=result.is_finite[:-1]),
+            ]
+            self.count_failure()
+            self.say(wrong[self.draw(len(wrong))])
+            self.turn()
+
+    def flush(self) -> None:
+        self.bench.engine.flush_cache()
+
+    def ask(self) -> None:
+        self.bench.ask(get_cache)
+        listed = self.bench.ask(list_requests)
+        assert len(listed) == min(100, self.bench.engine._state.num_live)
+        self.read_events()
+
+    # What clients were told
+
+    def on_submit(self, submission: Submission) -> None:
+        """In the engine's place: sees whether the request is accepted."""
+        asked = self.submitted.pop(0)
+        request_id, engine = asked.request_id, self.bench.engine
+        was_live, num_queued = request_id in engine._answers, engine._state.num_queued()
+        num_told = len(engine._answers._events)
+        self.on_submit_of_engine(submission)
+        for refusal in engine._answers._events[num_told:]:
+            assert isinstance(refusal, Failed)
+            error = refusal.error
+            self.happened[type(error).__name__] += 1
+            assert was_live == isinstance(error, DuplicateRequest)
+            if isinstance(error, QueueFull):
+                assert 0 < engine._max_queue_size <= num_queued
+            if isinstance(error, RequestRejected):
+                assert self.never_fits(asked, engine._state.geometry)
+            return
+        asked.may_not_fit = self.never_fits(asked, self.bench.link.geometry)
+        self.told.setdefault(request_id, []).append(asked)
+        for request in engine._state.requests[request_id]:
+            self.of[request] = asked
+
+    def read_events(self) -> None:
+        for event in self.bench.events[self.num_read :]:
+            self.read(event)
+        self.num_read = len(self.bench.events)
+
+    def read(self, event: Event) -> None:
+        if isinstance(event, Failed) and isinstance(event.error, REFUSALS):
+            return
+        asked = self.told[event.request_id][0]
+        if isinstance(event, Failed):
+            self.check_failure(asked, event)
+            asked.ended = set(range(asked.n))
+        elif isinstance(event, Delta):
+            assert event.index not in asked.ended, "told after the end"
+            asked.tokens[event.index] += event.token_ids
+            asked.texts[event.index] += event.text
+            right = asked.right[event.index][: len(asked.tokens[event.index])]
+            assert asked.tokens[event.index] == right, f"wrong tokens of {asked}"
+        else:
+            assert event.index not in asked.ended, "ended twice"
+            asked.ended.add(event.index)
+            self.check_end(asked, event)
+        if len(asked.ended) == asked.n:
+            self.told[event.request_id].pop(0)
+            if not self.told[event.request_id]:
+                del self.told[event.request_id]
+
+    def check_end(self, asked: Asked, end: Finished) -> None:
+        self.happened[end.reason.value] += 1
+        tokens, right = asked.tokens[end.index], asked.right[end.index]
+        assert end.prompt_tokens == len(asked.prompt)
+        assert end.completion_tokens == len(tokens)
+        shown = tokens
+        if end.reason is FinishReason.ABORT:
+            assert asked.is_aborted
+        else:
+            assert tokens == right, f"{asked} ended early"
+            assert not asked.poison or len(asked.prompt) + len(tokens) - 1 < asked.place
+            is_length = end.reason is FinishReason.LENGTH
+            assert is_length == (end.stop_string is None and end.stop_token_id is None)
+            if is_length:
+                assert len(tokens) == asked.max_tokens
+            else:
+                assert end.stop_token_id == tokens[-1] or end.stop_string == letter(tokens[-1])
+                shown = tokens[:-1]
+        assert asked.texts[end.index] == "".join(map(letter, shown))
+
+    def check_failure(self, asked: Asked, failed: Failed) -> None:
+        assert isinstance(failed.error, RequestFailed), failed
+        reason = str(failed.error)
+        if "memory is too small" in reason:
+            self.happened["did not fit"] += 1
+            assert asked.may_not_fit
+        else:
+            assert "the step that computes it" in reason, failed
+            self.happened["guilty"] += 1
+            # who was in no more than one failed step of others cannot be taken for guilty
+            assert asked.poison or asked.num_failures >= 2, f"{asked} is innocent: {failed}"
