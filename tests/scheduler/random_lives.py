@@ -99,6 +99,8 @@ class Life:
         self.num_read = 0  # events
         self.on_submit_of_engine = self.bench.engine.on_submit
         self.bench.engine.on_submit = self.on_submit  # type: ignore[method-assign]
+        self.on_abort_of_engine = self.bench.engine.on_abort
+        self.bench.engine.on_abort = self.on_abort  # type: ignore[method-assign]
         self.late: list[StepResult] = []  # of plans that were given up or answered
         self.happened: Counter[str] = Counter()
 
@@ -283,11 +285,7 @@ class Life:
 
     def abort(self) -> None:
         ids = [*self.told, "nobody"]
-        chosen = [ids[self.draw(len(ids))], ids[self.draw(len(ids))]]
-        for request_id in chosen:
-            for asked in self.told.get(request_id, []):
-                asked.is_aborted = True
-        self.bench.engine.abort(chosen)
+        self.bench.engine.abort([ids[self.draw(len(ids))], ids[self.draw(len(ids))]])
 
     def fail_step(self) -> None:
         """For no reason that would come again."""
@@ -361,6 +359,13 @@ class Life:
         self.told.setdefault(request_id, []).append(asked)
         for request in engine._state.requests[request_id]:
             self.of[request] = asked
+
+    def on_abort(self, request_ids: Sequence[str]) -> list[str]:
+        """In the engine's place: sees who is live by then."""
+        for request_id in request_ids:
+            for asked in self.told.get(request_id, []):
+                asked.is_aborted = True
+        return self.on_abort_of_engine(request_ids)
 
     def read_events(self) -> None:
         for event in self.bench.events[self.num_read :]:
