@@ -32,7 +32,6 @@ from scheduler_svc.core.state import InFlight
 from scheduler_svc.core.views import get_cache, list_requests
 from scheduler_svc.errors import DuplicateRequest, QueueFull, RequestFailed, RequestRejected
 from scheduler_svc.events import Delta, Event, Failed, Finished, Submission
-from scheduler_svc.worker_link import WorkerMessage
 from tests.scheduler.engine_bench import Bench, assert_nothing_is_held
 from tests.shadow_worker import expected_tokens
 
@@ -101,6 +100,7 @@ class Life:
         self.bench.engine.on_submit = self.on_submit  # type: ignore[method-assign]
         self.on_abort_of_engine = self.bench.engine.on_abort
         self.bench.engine.on_abort = self.on_abort  # type: ignore[method-assign]
+        self.is_loading = False  # a worker that has said Hello
         self.late: list[StepResult] = []  # of plans that were given up or answered
         self.happened: Counter[str] = Counter()
 
@@ -154,23 +154,32 @@ class Life:
         assert not suspects.is_active, f"suspicion outlives the suspects: {suspects}"
 
     def turn(self) -> None:
-        if self.bench.engine.status.worker != "ready":
-            if self.bench.engine.status.worker == "connecting" and self.happens(0.5):
-                self.bench.link.hello()
-            elif self.bench.engine.status.worker == "loading":
-                self.become_ready()
+        if self.is_loading and self.bench.link.is_dropped:
+            self.is_loading = False
+        elif self.is_loading and self.happens(0.5):
+            self.become_ready()
+        elif not self.is_loading and self.bench.engine.status.worker == "connecting":
+            self.bench.now += 8  # workers that come and go have to wait
+            self.say_hello()
         self.bench.turn()
         check(self.bench.engine._state)
         self.read_events()
 
-    def become_ready(self) -> None:
+    def say_hello(self) -> None:
+        """A worker comes, perhaps with memory of another size."""
         if self.happens(0.5):
             self.bench.link.geometry = self.draw_geometry()
-            self.bench.link._new_worker()
             for asked in itertools.chain(*self.told.values()):
                 asked.may_not_fit |= self.never_fits(asked, self.bench.link.geometry)
-        self.late.clear()  # another session: the link would drop them
+        self.late.clear()  # of another session: the link would drop them
+        self.bench.link.hello()
+        self.is_loading = True
+
+    def become_ready(self) -> None:
+        if self.bench.engine.status.is_ready:
+            self.count_failure()  # the one that takes over may be there because the other died
         self.bench.link.ready()
+        self.is_loading = False
 
     def never_fits(self, asked: Asked, geometry: Geometry) -> bool:
         is_reserved = self.policy.holds_finished
@@ -191,12 +200,8 @@ class Life:
             plan = self.bench.link.plans.popleft()
             result = self.bench.link.worker.step(plan)
             self.bench.link.worker.finish(result.step_id)
-            self.say(result)
+            self.bench.link.say_result(result)
             self.late = [*self.late[-3:], result]
-
-    def say(self, result: StepResult) -> None:
-        envelope = link_pb2.Envelope(step_result=link_pb2.StepResult(step_id=result.step_id))
-        self.bench.link.on_message(WorkerMessage(envelope, result))
 
     def oldest_step(self) -> InFlight | None:
         step_id = self.bench.link.plans[0].step_id
@@ -295,7 +300,7 @@ class Life:
             late = [self.bench.link.worker.step(plan) for plan in plans]
             self.fail(step, [], "fault")
             for result in late:  # a worker that had more than one step under way
-                self.say(result)
+                self.bench.link.say_result(result)
 
     def lose_worker(self) -> None:
         how = ["silence", "bye", "another", "failure"][self.draw(4)]
@@ -305,26 +310,29 @@ class Life:
         elif how == "bye":
             self.bench.link.say(bye=link_pb2.Bye(reason="told to stop"))
         else:
-            self.count_failure()
-            self.bench.link.hello()
+            self.say_hello()
         for result in self.late:
-            self.say(result)
+            self.bench.link.say_result(result)
 
     def say_something_odd(self) -> None:
         link = self.bench.link
         if self.late and self.happens(0.4):
             self.happened["late result"] += 1
-            self.say(self.late[self.draw(len(self.late))])
+            self.bench.link.say_result(self.late[self.draw(len(self.late))])
         elif link.plans and self.oldest_step() is not None:
             self.happened["wrong result"] += 1
             result = link.worker.step(link.plans.popleft())
+            tokens = result.token_ids
             wrong = [
                 replace(result, step_id=result.step_id + 1),
-                replace(result, token_ids=np.append(result.token_ids, np.int32(1))),
+                replace(result, token_ids=np.append(tokens, np.int32(1))),
+                replace(result, token_ids=np.full(max(1, len(tokens)), -1, np.int32)),
+                replace(result, token_ids=np.full(max(1, len(tokens)), 2**31 - 1, np.int32)),
                 replace(result, is_finite=result.is_finite[:-1]),
+                replace(result, is_finite=result.is_finite + np.int32(2)),
             ]
             self.count_failure()
-            self.say(wrong[self.draw(len(wrong))])
+            self.bench.link.say_result(wrong[self.draw(len(wrong))])
             self.turn()
 
     def flush(self) -> None:

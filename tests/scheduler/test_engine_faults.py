@@ -18,7 +18,6 @@ from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.state import State
 from scheduler_svc.errors import RequestFailed
 from scheduler_svc.events import Failed
-from scheduler_svc.worker_link import WorkerMessage
 from tests.scheduler.engine_bench import Bench, assert_nothing_is_held, right
 
 ROOMY = Geometry(4, 100 + 2, 64, (GroupGeometry(FULL_ATTENTION, 1, 1),), max_model_len=64)
@@ -28,10 +27,15 @@ def fault(bench: Bench) -> None:
     bench.link.fault("IndexError: index out of range in self")
 
 
+def come_back(bench: Bench) -> None:
+    bench.turn()
+    bench.now += 8  # workers that come and go have to wait
+    bench.connect()
+
+
 def silence(bench: Bench) -> None:
     bench.now += 6
-    bench.turn()
-    bench.connect()
+    come_back(bench)
 
 
 def replacement(bench: Bench) -> None:
@@ -40,17 +44,13 @@ def replacement(bench: Bench) -> None:
 
 def failing_device(bench: Bench) -> None:
     bench.link.say(bye=link_pb2.Bye(reason="the device failed: assert", is_failure=True))
-    bench.turn()
-    bench.connect()
+    come_back(bench)
 
 
 def wrong_result(bench: Bench) -> None:
     result = bench.link.worker.step(bench.link.plans.popleft())
-    wrong = replace(result, is_finite=np.zeros(0, np.int32))
-    envelope = link_pb2.Envelope(step_result=link_pb2.StepResult(step_id=result.step_id))
-    bench.link.on_message(WorkerMessage(envelope, wrong))
-    bench.turn()
-    bench.connect()
+    bench.link.say_result(replace(result, is_finite=np.zeros(0, np.int32)))
+    come_back(bench)
 
 
 FAILURES: dict[str, Callable[[Bench], None]] = {
@@ -126,6 +126,7 @@ def test_a_fault_that_names_no_step_does_not_go_on_for_ever() -> None:
         if bench.link.plans:
             bench.link.plans.clear()
             bench.link.say(fault=link_pb2.Fault(step_id=-1, error="out of luck"))
+            come_back(bench)
     assert isinstance(bench.error("a"), RequestFailed)
     assert isinstance(bench.error("b"), RequestFailed)
 
@@ -156,8 +157,7 @@ def test_a_worker_that_is_restarted_on_purpose_blames_nobody() -> None:
     for _ in range(6):
         bench.turn()
         bench.link.say(bye=link_pb2.Bye(reason="the worker was told to stop"))
-        bench.turn()
-        bench.connect()
+        come_back(bench)
     bench.serve()
     assert bench.tokens("a") == right([1, 2, 3], 5)
 
