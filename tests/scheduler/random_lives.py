@@ -154,13 +154,11 @@ class Life:
         assert not suspects.is_active, f"suspicion outlives the suspects: {suspects}"
 
     def turn(self) -> None:
-        if self.is_loading and self.bench.link.is_dropped:
-            self.is_loading = False
-        elif self.is_loading and self.happens(0.5):
-            self.become_ready()
-        elif not self.is_loading and self.bench.engine.status.worker == "connecting":
+        if self.bench.link.is_dropped:  # no worker is there, whatever the engine believes
             self.bench.now += 8  # workers that come and go have to wait
             self.say_hello()
+        elif self.is_loading and self.happens(0.5):
+            self.become_ready()
         self.bench.turn()
         check(self.bench.engine._state)
         self.read_events()

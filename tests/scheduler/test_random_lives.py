@@ -17,8 +17,8 @@ from tests.scheduler.random_lives import Life
 
 # Seeds of lives that went wrong once. What a seed means changes with random_lives.py: what one has
 # found also needs a test of its own.
-REGRESSIONS: list[int] = [48, 88, 119]
-SEEDS = [*REGRESSIONS, *range(1, 10)]
+REGRESSIONS: list[int] = []
+SEEDS = [*REGRESSIONS, *range(1, 13)]
 SECONDS = float(os.environ.get("CHAIRLIFT_RANDOM_SECONDS", "600"))
 
 
