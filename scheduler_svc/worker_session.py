@@ -286,9 +286,9 @@ class WorkerSession:
         self.send(link_pb2.Envelope(resume=resume))
 
     def _lose_worker(self, why: str) -> None:
-        """Ends the session of the worker that serves."""
+        """Ends the session of the worker that serves, over what it did with a step."""
         if self._serving is not None:
-            self._lose(self._serving, why)
+            self._lose(self._serving, why, TRIES_IF_FAULTY)
 
     def _lose(self, worker: Worker, why: str, tries_alone: int = TRIES_IF_LOST) -> None:
         """Ends a session. The worker is told, and may offer itself again."""

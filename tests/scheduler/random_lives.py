@@ -217,12 +217,14 @@ class Life:
 
     def fail(self, step: InFlight | None, guilty: list[Asked], how: str) -> None:
         """The oldest plan fails, or kills the worker."""
+        is_silent = how == "death" and self.happens(0.5)
+        if is_silent:
+            self.bench.turn()  # else a result that is on its way would count as heard of later
         if not guilty:
             self.count_failure([step] if step is not None and how == "fault" else None)
         if how == "fault":
             self.bench.link.fault("RuntimeError: out of luck")
-        elif self.happens(0.5):
-            self.bench.turn()  # else a result that is on its way would count as heard of later
+        elif is_silent:
             self.bench.now += 6
             self.bench.turn()
         else:
