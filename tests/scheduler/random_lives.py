@@ -3,22 +3,19 @@
 A life draws a memory, a policy and limits, then moves: requests come (siblings, stop strings, stop
 tokens, poisons, ids in use or used before), are aborted; steps fail; workers die, leave, fall
 silent and come back with memory of another size; results come late, twice or wrong; the cache is
-flushed. After every turn `check` looks at the whole state, and at everything that clients were
-told. One seed is one life, move for move.
+flushed. After every turn `check` looks at the whole state, and a witness (life_witness.py) at all
+that clients were told. One seed is one life, move for move.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
 from protos import link_pb2
 from protos.plan import StepResult
-from scheduler_svc.core.admission import why_never_fits
 from scheduler_svc.core.check import check
 from scheduler_svc.core.limits import (
     FULL_ATTENTION,
@@ -27,49 +24,16 @@ from scheduler_svc.core.limits import (
     GroupGeometry,
 )
 from scheduler_svc.core.policies import POLICIES, STATIC
-from scheduler_svc.core.request import FinishReason, Request, RequestState
+from scheduler_svc.core.request import RequestState
 from scheduler_svc.core.state import InFlight
 from scheduler_svc.core.views import get_cache, list_requests
-from scheduler_svc.errors import DuplicateRequest, QueueFull, RequestFailed, RequestRejected
-from scheduler_svc.events import Delta, Event, Failed, Finished, Submission
 from tests.scheduler.engine_bench import Bench, assert_nothing_is_held
+from tests.scheduler.life_witness import LETTERS, Asked, Witness, letter
 from tests.shadow_worker import expected_tokens
 
 # (sliding window or 0, blocks a chunk) of each cache group
 GROUPS = [((0, 1),), ((0, 3),), ((5, 1),), ((0, 2), (5, 3)), ((0, 1), (4, 1), (7, 1))]
-REFUSALS = (DuplicateRequest, QueueFull, RequestRejected)
 VOCABULARY = 50  # of the shadow worker
-LETTERS = 26  # token t reads as letter t mod 26
-
-
-@dataclass(eq=False)
-class Asked:
-    """A request, what it must say, and what it has said."""
-
-    request_id: str
-    prompt: list[int]
-    max_tokens: int
-    n: int
-    stop: str  # a letter, or empty
-    stop_token_ids: frozenset[int]
-    priority: int
-    poison: str  # how a step fails that computes it up to `place`; empty: it does not
-    place: int
-    right: list[list[int]]  # by sibling, up to the token that completes a stop
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    texts: dict[int, str] = field(default_factory=dict)
-    ended: set[int] = field(default_factory=set)
-    num_failures: int = 0  # failed steps that it was in, and not by its own fault
-    may_not_fit: bool = False  # the memory of a worker that came meanwhile
-    is_aborted: bool = False
-
-    def __post_init__(self) -> None:
-        self.tokens = {index: [] for index in range(self.n)}
-        self.texts = dict.fromkeys(range(self.n), "")
-
-
-def letter(token: int) -> str:
-    return chr(ord("a") + token % LETTERS)
 
 
 class Life:
@@ -92,17 +56,10 @@ class Life:
         )
         self.poisons = ["fault", "death"] if self.happens(0.5) else []
         self.num_asked = 0
-        self.submitted: list[Asked] = []  # and not obeyed yet
-        self.told: dict[str, list[Asked]] = {}  # accepted, and not ended as far as was read
-        self.of: dict[Request, Asked] = {}
-        self.num_read = 0  # events
-        self.on_submit_of_engine = self.bench.engine.on_submit
-        self.bench.engine.on_submit = self.on_submit  # type: ignore[method-assign]
-        self.on_abort_of_engine = self.bench.engine.on_abort
-        self.bench.engine.on_abort = self.on_abort  # type: ignore[method-assign]
+        self.witness = Witness(self.bench)
+        self.happened = self.witness.happened
         self.is_loading = False  # a worker that has said Hello
         self.late: list[StepResult] = []  # of plans that were given up or answered
-        self.happened: Counter[str] = Counter()
 
     def draw(self, end: int) -> int:
         return int(self.rng.integers(end))
@@ -145,9 +102,9 @@ class Life:
         for _ in range(5000):
             self.turn()
             self.answer()
-            if not self.told and not self.bench.link.plans:
+            if not self.witness.told and not self.bench.link.plans:
                 break
-        assert not self.told, f"no end: {self.told}"
+        assert not self.witness.told, f"no end: {self.witness.told}"
         self.turn()
         assert_nothing_is_held(self.bench)
         suspects = self.bench.engine._state.suspects
@@ -161,14 +118,13 @@ class Life:
             self.become_ready()
         self.bench.turn()
         check(self.bench.engine._state)
-        self.read_events()
+        self.witness.read_events()
 
     def say_hello(self) -> None:
         """A worker comes, perhaps with memory of another size."""
         if self.happens(0.5):
             self.bench.link.geometry = self.draw_geometry()
-            for asked in itertools.chain(*self.told.values()):
-                asked.may_not_fit |= self.never_fits(asked, self.bench.link.geometry)
+            self.witness.memory_changes()
         self.late.clear()  # of another session: the link would drop them
         self.bench.link.hello()
         self.is_loading = True
@@ -178,11 +134,6 @@ class Life:
             self.count_failure()  # the one that takes over may be there because the other died
         self.bench.link.ready()
         self.is_loading = False
-
-    def never_fits(self, asked: Asked, geometry: Geometry) -> bool:
-        is_reserved = self.policy.holds_finished
-        length = len(asked.prompt)
-        return why_never_fits(geometry, length, asked.max_tokens, is_reserved) is not None
 
     def answer(self) -> None:
         """The oldest plan, unless a poison shows in it; read with the next turn."""
@@ -209,7 +160,7 @@ class Life:
     def poisons_in(self, step: InFlight) -> list[Asked]:
         found = []
         for request, end in step.reaches():
-            asked = self.of[request]
+            asked = self.witness.of[request]
             is_live = request.state is not RequestState.FINISHED
             if is_live and asked.poison and end >= asked.place and asked not in found:
                 found.append(asked)
@@ -230,18 +181,18 @@ class Life:
         else:
             self.bench.link.say(bye=link_pb2.Bye(reason="the device failed", is_failure=True))
         self.bench.turn()
-        self.read_events()
+        self.witness.read_events()
 
     def count_failure(self, steps: Sequence[InFlight] | None = None) -> None:
         """Of these steps, or of all in flight, through nobody's fault."""
         for step in self.bench.engine._state.in_flight if steps is None else steps:
-            for asked in dict.fromkeys(self.of[request] for request in step.requests):
+            for asked in dict.fromkeys(self.witness.of[request] for request in step.requests):
                 asked.num_failures += 1
 
     def submit(self) -> None:
         for _ in range(1 + self.draw(3)):
             asked = self.draw_request()
-            self.submitted.append(asked)
+            self.witness.submitted.append(asked)
             self.bench.submit(
                 asked.request_id,
                 asked.prompt,
@@ -289,7 +240,7 @@ class Life:
         )
 
     def abort(self) -> None:
-        ids = [*self.told, "nobody"]
+        ids = [*self.witness.told, "nobody"]
         self.bench.engine.abort([ids[self.draw(len(ids))], ids[self.draw(len(ids))]])
 
     def fail_step(self) -> None:
@@ -342,94 +293,4 @@ class Life:
         self.bench.ask(get_cache)
         listed = self.bench.ask(list_requests)
         assert len(listed) == min(100, self.bench.engine._state.num_live)
-        self.read_events()
-
-    # What clients were told
-
-    def on_submit(self, submission: Submission) -> None:
-        """In the engine's place: sees whether the request is accepted."""
-        asked = self.submitted.pop(0)
-        request_id, engine = asked.request_id, self.bench.engine
-        was_live, num_queued = request_id in engine._answers, engine._state.num_queued()
-        num_told = len(engine._answers._events)
-        self.on_submit_of_engine(submission)
-        for refusal in engine._answers._events[num_told:]:
-            assert isinstance(refusal, Failed)
-            error = refusal.error
-            self.happened[type(error).__name__] += 1
-            assert was_live == isinstance(error, DuplicateRequest)
-            if isinstance(error, QueueFull):
-                assert 0 < engine._max_queue_size <= num_queued
-            if isinstance(error, RequestRejected):
-                assert self.never_fits(asked, engine._state.geometry)
-            return
-        asked.may_not_fit = self.never_fits(asked, self.bench.link.geometry)
-        self.told.setdefault(request_id, []).append(asked)
-        for request in engine._state.requests[request_id]:
-            self.of[request] = asked
-
-    def on_abort(self, request_ids: Sequence[str]) -> list[str]:
-        """In the engine's place: sees who is live by then."""
-        for request_id in request_ids:
-            for asked in self.told.get(request_id, []):
-                asked.is_aborted = True
-        return self.on_abort_of_engine(request_ids)
-
-    def read_events(self) -> None:
-        for event in self.bench.events[self.num_read :]:
-            self.read(event)
-        self.num_read = len(self.bench.events)
-
-    def read(self, event: Event) -> None:
-        if isinstance(event, Failed) and isinstance(event.error, REFUSALS):
-            return
-        asked = self.told[event.request_id][0]
-        if isinstance(event, Failed):
-            self.check_failure(asked, event)
-            asked.ended = set(range(asked.n))
-        elif isinstance(event, Delta):
-            assert event.index not in asked.ended, "told after the end"
-            asked.tokens[event.index] += event.token_ids
-            asked.texts[event.index] += event.text
-            right = asked.right[event.index][: len(asked.tokens[event.index])]
-            assert asked.tokens[event.index] == right, f"wrong tokens of {asked}"
-        else:
-            assert event.index not in asked.ended, "ended twice"
-            asked.ended.add(event.index)
-            self.check_end(asked, event)
-        if len(asked.ended) == asked.n:
-            self.told[event.request_id].pop(0)
-            if not self.told[event.request_id]:
-                del self.told[event.request_id]
-
-    def check_end(self, asked: Asked, end: Finished) -> None:
-        self.happened[end.reason.value] += 1
-        tokens, right = asked.tokens[end.index], asked.right[end.index]
-        assert end.prompt_tokens == len(asked.prompt)
-        assert end.completion_tokens == len(tokens)
-        shown = tokens
-        if end.reason is FinishReason.ABORT:
-            assert asked.is_aborted
-        else:
-            assert tokens == right, f"{asked} ended early"
-            assert not asked.poison or len(asked.prompt) + len(tokens) - 1 < asked.place
-            is_length = end.reason is FinishReason.LENGTH
-            assert is_length == (end.stop_string is None and end.stop_token_id is None)
-            if is_length:
-                assert len(tokens) == asked.max_tokens
-            else:
-                assert end.stop_token_id == tokens[-1] or end.stop_string == letter(tokens[-1])
-                shown = tokens[:-1]
-        assert asked.texts[end.index] == "".join(map(letter, shown))
-
-    def check_failure(self, asked: Asked, failed: Failed) -> None:
-        assert isinstance(failed.error, RequestFailed), failed
-        reason = str(failed.error)
-        if "memory is too small" in reason:
-            self.happened["did not fit"] += 1
-            assert asked.may_not_fit
-        else:
-            assert "the step that computes it" in reason, failed
-            self.happened["guilty"] += 1
-            # who was in no more than one failed step of others cannot be taken for guilty
-            assert asked.poison or asked.num_failures >= 2, f"{asked} is innocent: {failed}"
+        self.witness.read_events()
