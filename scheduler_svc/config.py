@@ -171,7 +171,10 @@ class Config:
         maximum=1 << 16,
     )
     cache_budget: int = setting(
-        0, "KV pages read in one step; 0 = the whole pool", minimum=0, maximum=_MAX_COUNT
+        0,
+        "KV pages read in one step, shared ones once; 0 = no limit",
+        minimum=0,
+        maximum=_MAX_COUNT,
     )
     safety_margin: float | None = setting(
         None,

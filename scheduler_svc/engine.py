@@ -25,7 +25,7 @@ from typing import Final, TypeVar
 from protos import link_pb2
 from scheduler_svc.answers import Answers
 from scheduler_svc.core.admission import why_never_fits
-from scheduler_svc.core.check import check
+from scheduler_svc.core.check import check_idle
 from scheduler_svc.core.commit import commit
 from scheduler_svc.core.decide import decide
 from scheduler_svc.core.limits import Limits
@@ -195,7 +195,7 @@ class Engine:
             self._deliver(events)
         self._session.count(*count_by_state(self._state))
         if not self._state.requests and not self._state.in_flight and not self._is_checked:
-            check(self._state)
+            check_idle(self._state)
             self._is_checked = True
 
     def _answer_questions(self) -> None:

@@ -180,10 +180,7 @@ def _leave_behind(state: State, step: InFlight, valid: npt.NDArray[np.bool_]) ->
         first = allocator.first_pages(step.ends - is_last_again)
         stale = valid & (first > rows.table_first[group, step.rows])
         for place in np.flatnonzero(stale).tolist():
-            row = int(step.rows[place])
-            begin, end = int(rows.table_first[group, row]), int(first[place])
-            allocator.give(rows.table[group, row, begin:end][::-1])
-            rows.table_first[group, row] = end
+            state.leave_behind(group, int(step.rows[place]), int(first[place]))
 
 
 def _release_ended(state: State, step: InFlight) -> None:

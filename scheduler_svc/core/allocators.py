@@ -1,7 +1,7 @@
 """Blocks of one cache group, cut from the pool's chunks, shared by reference count.
 
 An allocator knows how many owners each block has, which free blocks still hold named content
-(prefix_cache.py makes the names) and which chunks it holds; which request owns which block stands
+(block_names.py makes the names) and which chunks it holds; which request owns which block stands
 in the requests' block tables (rows.py). A chunk belongs to the group while one of its blocks is
 owned, and is the pool's otherwise, with or without cached content.
 
@@ -16,7 +16,7 @@ import numpy as np
 from protos.plan import Int32
 from scheduler_svc.core.cache_pool import CachePool
 
-Name = bytes  # of a full block's content: see prefix_cache.py
+Name = bytes  # of a full block's content: see block_names.py
 
 
 class FullAttentionAllocator:
@@ -34,6 +34,9 @@ class FullAttentionAllocator:
         self.cached: dict[int, None] = {}  # those with content, least recently used first
         self.name_of: dict[int, Name] = {}  # block → name, whether owned or free
         self.block_of: dict[Name, int] = {}
+        # [block] counts publications, 0 without a name: equal later, so is the content
+        self.stamps = np.zeros(len(self.owners), np.int64)
+        self._num_published = 0
 
     @property
     def num_blocks(self) -> int:
@@ -52,7 +55,7 @@ class FullAttentionAllocator:
     @property
     def num_cached(self) -> int:
         """Free blocks with content, those of the pool's chunks included."""
-        return len(self.name_of) - int((self.owners[list(self.name_of)] > 0).sum())
+        return int(np.count_nonzero((self.stamps > 0) & (self.owners == 0)))
 
     def first_page(self, position: int) -> int:
         """The first page that a query at this position reads."""
@@ -74,41 +77,44 @@ class FullAttentionAllocator:
         return taken
 
     def share(self, blocks: Int32) -> None:
-        """One more owner for each block; free ones (cached, then) come to life again."""
-        for block in blocks.tolist():
-            if self.owners[block] == 0:
-                assert block in self.name_of, f"block {block} is free and has no content to share"
-                chunk = block // self.blocks_per_chunk
-                if self.used[chunk] == 0:
-                    self.pool.revive(chunk)
-                    self._hold(chunk)
-                del self.cached[block]
-                self.used[chunk] += 1
-            self.owners[block] += 1
+        """One more owner for each of these different blocks; free ones with content revive."""
+        for block in blocks[self.owners[blocks] == 0].tolist():
+            assert block in self.name_of, f"block {block} is free and has no content to share"
+            chunk = block // self.blocks_per_chunk
+            if self.used[chunk] == 0:
+                self.pool.revive(chunk)
+                self._hold(chunk)
+            del self.cached[block]
+            self.used[chunk] += 1
+        self.owners[blocks] += 1
 
     def give(self, blocks: Int32) -> None:
-        """Takes one owner from each block. What nobody owns is free, but keeps its content."""
-        for block in blocks.tolist():
-            self.owners[block] -= 1
-            assert self.owners[block] >= 0, f"block {block} was given back twice"
-            if self.owners[block] == 0:
-                (self.cached if block in self.name_of else self.free)[block] = None
-                chunk = block // self.blocks_per_chunk
-                self.used[chunk] -= 1
-                if self.used[chunk] == 0:
-                    self._release(chunk)
+        """Takes one owner from each of these different blocks. What nobody owns is free, but keeps
+        its content."""
+        left = self.owners[blocks] - 1
+        assert (left >= 0).all(), f"of the blocks {blocks} some were given back twice"
+        self.owners[blocks] = left
+        for block in blocks[left == 0].tolist():
+            (self.cached if block in self.name_of else self.free)[block] = None
+            chunk = block // self.blocks_per_chunk
+            self.used[chunk] -= 1
+            if self.used[chunk] == 0:
+                self._release(chunk)
 
     def publish(self, block: int, name: Name) -> None:
         """Names an owned block's content, so that others can share it; the first one wins."""
         if name not in self.block_of and block not in self.name_of:
             self.block_of[name] = block
             self.name_of[block] = name
+            self._num_published += 1
+            self.stamps[block] = self._num_published
 
     def forget(self, block: int) -> None:
         """Takes a block's name away; if it is free, it has no content any more."""
         name = self.name_of.pop(block, None)
         if name is not None:
             del self.block_of[name]
+            self.stamps[block] = 0
             if block in self.cached:
                 del self.cached[block]
                 self.free[block] = None

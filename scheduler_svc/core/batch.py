@@ -6,6 +6,7 @@ offered is decide.py's.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +45,7 @@ class Decision:
     num_new_tokens: Int32  # [R]
     new_blocks: Int32  # [G, R] behind the tables
     tail_copies: Int32  # [G, R] 1 = the last block is shared and gets copied before it is written
+    left_out: tuple[Request, ...] = ()  # ran, and found no place in the cache budget
 
     @property
     def is_empty(self) -> bool:
@@ -66,16 +68,23 @@ class Batch:
         self._state = state
         self.tokens_left = limits.max_batch_tokens
         self.requests_left = limits.max_requests_per_batch
-        self.pages_left = limits.cache_budget or sum(a.num_blocks for a in state.allocators)
+        self.pages_left = limits.cache_budget or sys.maxsize  # then nobody counts
+        self._is_read = [np.zeros(0, np.bool_)] * len(state.allocators)  # [G][block] counted
+        if limits.cache_budget:
+            self._is_read = [np.zeros(len(a.owners), np.bool_) for a in state.allocators]
         self.room = Room(state.allocators)
         self.admissions: list[Admission] = []
         self.stalled: list[int] = []  # rows that found no memory
-        self.is_over_budget = False  # a running row found no place in the cache budget
+        self.left_out: list[int] = []  # running rows that found no place in the cache budget
         self._parts: list[_Part] = []
 
     @property
     def is_empty(self) -> bool:
         return not self._parts
+
+    def has_margin(self) -> bool:
+        """Whether so many blocks are free that a new prompt may join."""
+        return self.room.free_share() >= self._state.limits.safety_margin
 
     def scheduled(self) -> set[int]:
         return {row for part in self._parts for row in part.rows.tolist()}
@@ -85,14 +94,14 @@ class Batch:
         if not len(rows):
             return
         ones = np.ones(len(rows), np.int32)
-        needed, pages = blocks_needed(self._state, rows, ones)
+        needed = blocks_needed(self._state, rows, ones)
         if (
             len(rows) <= min(self.tokens_left, self.requests_left)
-            and pages.sum() <= self.pages_left
+            and self._read_by(rows, needed) <= self.pages_left
             and not (self._state.rows.has_siblings[rows].any() and self._shared_tails(rows).any())
             and self.room.fits(needed.sum(axis=1).tolist())
         ):
-            self._add(_Part(rows, ones, needed, np.zeros_like(needed)), int(pages.sum()))
+            self._add(_Part(rows, ones, needed, np.zeros_like(needed)))
             return
         for row in rows.tolist():
             self.add_row(row, 1)
@@ -109,12 +118,12 @@ class Batch:
         tails = self._tail_copies(row)
         while count:
             counts = np.array([count], np.int32)
-            needed, pages = blocks_needed(self._state, rows, counts)
-            if not self.is_empty and pages[0] > self.pages_left:
-                self.is_over_budget = True
+            needed = blocks_needed(self._state, rows, counts)
+            if not self.is_empty and self._read_by(rows, needed + tails) > self.pages_left:
+                self.left_out.append(row)
                 return
             if self.room.fits((needed + tails)[:, 0].tolist()):
-                self._add(_Part(rows, counts, needed, tails), int(pages[0]))
+                self._add(_Part(rows, counts, needed, tails))
                 for group in np.flatnonzero(tails[:, 0]).tolist():
                     self.room.give(group, np.array([self._tail(group, row)], np.int32))
                 return
@@ -126,40 +135,49 @@ class Batch:
 
         It gets blocks for these tokens, or for `reserved_tokens` if that is more.
         """
-        state = self._state
         count = min(wanted, self.tokens_left)
         if count == 0 or self.requests_left == 0:
             return False
-        room = self.room.copy()
-        for group, table in enumerate(admission.tables):
-            if not room.share(group, table[table >= 0]):
-                return False
+        shared = [table[table >= 0] for table in admission.tables]
         restored = [int((table < 0).sum()) for table in admission.tables]
-        ends = [f + len(t) for f, t in zip(admission.first_pages, admission.tables, strict=True)]
-        while count:
-            length = admission.num_computed + count
-            pages = -(-max(length, reserved_tokens) // state.geometry.page_size)
-            needed = [max(0, pages - end) for end in ends]
-            read = sum(pages - first for first in admission.first_pages)
-            if not self.is_empty and read > self.pages_left:
-                return False
-            if room.fits([n + r for n, r in zip(needed, restored, strict=True)]):
-                break
-            count = count // 2 if self.is_empty else 0
-        if not count:
+        if not self._fitting(admission, count, reserved_tokens, restored)[0]:
+            return False  # what it shares only takes more room
+        needed: list[int] = []
+        has_shared = [self.room.share(group, blocks) for group, blocks in enumerate(shared)]
+        if all(has_shared):
+            count, needed = self._fitting(admission, count, reserved_tokens, restored)
+        if not (all(has_shared) and count):
+            for group, blocks in enumerate(shared):
+                self.room.give(group, blocks)
             return False
-        room.take(restored)
-        self.room = room
+        self.room.take(restored)
         self.admissions.append(admission)
-        blocks = np.array(needed, np.int32)[:, None]
+        new_blocks = np.array(needed, np.int32)[:, None]
         part = _Part(
             np.array(admission.rows[:1], np.int32),
             np.array([count], np.int32),
-            blocks,
-            np.zeros_like(blocks),
+            new_blocks,
+            np.zeros_like(new_blocks),
         )
-        self._add(part, read)
+        self._add(part, admission)
         return True
+
+    def _fitting(
+        self, admission: Admission, count: int, reserved_tokens: int, restored: list[int]
+    ) -> tuple[int, list[int]]:
+        """How many of so many tokens find room, and the blocks [G] that they need: all of them,
+        or as many as there is room for if the batch is empty; else 0."""
+        ends = [f + len(t) for f, t in zip(admission.first_pages, admission.tables, strict=True)]
+        while count:
+            length = max(admission.num_computed + count, reserved_tokens)
+            pages = -(-length // self._state.geometry.page_size)
+            needed = [max(0, pages - end) for end in ends]
+            if not self.is_empty and self._read_by_new(admission, needed) > self.pages_left:
+                break
+            if self.room.fits([n + r for n, r in zip(needed, restored, strict=True)]):
+                return count, needed
+            count = count // 2 if self.is_empty else 0
+        return 0, []
 
     def decision(self, soft_resets: list[Request], offloads: list[Request]) -> Decision:
         groups = len(self._state.allocators)
@@ -181,14 +199,54 @@ class Batch:
             num_new_tokens=whole.num_new_tokens,
             new_blocks=whole.new_blocks,
             tail_copies=whole.tail_copies,
+            left_out=tuple(self._state.rows.running[row] for row in self.left_out),
         )
 
-    def _add(self, part: _Part, pages: int) -> None:
+    def _add(self, part: _Part, admission: Admission | None = None) -> None:
         self._parts.append(part)
         self.tokens_left -= int(part.num_new_tokens.sum())
         self.requests_left -= len(part.rows)
-        self.pages_left -= pages
-        self.room.take((part.new_blocks + part.tail_copies).sum(axis=1).tolist())
+        new_blocks = part.new_blocks + part.tail_copies
+        self.room.take(new_blocks.sum(axis=1).tolist())
+        if self.pages_left == sys.maxsize:
+            return
+        if admission is None:
+            self.pages_left -= self._read_by(part.rows, new_blocks)
+            tables = self._tables(part.rows)
+        else:
+            self.pages_left -= self._read_by_new(admission, part.new_blocks[:, 0].tolist())
+            tables = [table[table >= 0] for table in admission.tables]
+        for is_read, table in zip(self._is_read, tables, strict=True):
+            is_read[table] = True
+
+    def _read_by(self, rows: Int32, new_blocks: Int32) -> int:
+        """Pages that the step reads for these running rows, and for nobody chosen so far; each
+        once, however many rows share it. new_blocks: [G, R]"""
+        if self.pages_left == sys.maxsize:
+            return 0
+        shared = zip(self._is_read, self._tables(rows), strict=True)
+        tables = [table[~is_read[table]] for is_read, table in shared]
+        if len(rows) > 1:
+            tables = [np.unique(table) for table in tables]
+        return int(new_blocks.sum()) + sum(map(len, tables))
+
+    def _read_by_new(self, admission: Admission, new_blocks: list[int]) -> int:
+        """The same for a waiting request. new_blocks: [G]"""
+        if self.pages_left == sys.maxsize:
+            return 0
+        counts = [
+            len(table) - int(is_read[table[table >= 0]].sum())
+            for is_read, table in zip(self._is_read, admission.tables, strict=True)
+        ]
+        return sum(new_blocks) + sum(counts)
+
+    def _tables(self, rows: Int32) -> list[Int32]:
+        """The rows' blocks of each group, one row after another. [G][blocks]"""
+        if len(rows) == 1:
+            row = int(rows[0])
+            return [self._state.rows.blocks_of(g, row) for g in range(len(self._is_read))]
+        start, blocks = self._state.rows.tables(rows)
+        return [blocks[first:end] for first, end in zip(start[:, 0], start[:, -1], strict=True)]
 
     def _shared_tails(self, rows: Int32) -> npt.NDArray[np.bool_]:
         """Which rows' next token goes into a block that somebody else owns too. [G, R]"""
@@ -216,11 +274,10 @@ class Batch:
         return self._state.rows.tail_block(group, row, self._state.geometry.page_size)
 
 
-def blocks_needed(state: State, rows: Int32, num_new_tokens: Int32) -> tuple[Int32, Int32]:
-    """New blocks [G, R] behind the tables for these tokens, and pages read by each row [R]."""
+def blocks_needed(state: State, rows: Int32, num_new_tokens: Int32) -> Int32:
+    """New blocks behind the tables for these tokens. [G, R]"""
     page_size = np.int32(state.geometry.page_size)
     lengths = state.rows.computed[rows] + num_new_tokens
     pages = (lengths + (page_size - np.int32(1))) // page_size
-    needed = np.maximum(pages - state.rows.table_len[:, rows], 0)
-    read = (pages - state.rows.table_first[:, rows]).sum(axis=0)
-    return needed, read
+    needed: Int32 = np.maximum(pages - state.rows.table_len[:, rows], 0)
+    return needed

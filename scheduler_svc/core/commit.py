@@ -17,10 +17,12 @@ def commit(state: State, decision: Decision) -> InFlight | None:
     """What is now in flight, to be packed and sent; None when the step computes nothing."""
     for request in decision.soft_resets:
         state.soft_reset(request)
-        # the last one: its blocks lay badly, so they are not to be found again (shortage.py)
-        request.may_match = bool(state.rows.running)
     for request in decision.offloads:
         state.offload(request)
+    if not state.rows.running:
+        for request in decision.soft_resets + decision.offloads:
+            # its blocks lay badly, so they are not to be found again (shortage.py)
+            request.may_match = False
     if not len(decision.rows):
         state.recall_offloads()
         return None
@@ -85,6 +87,7 @@ def commit(state: State, decision: Decision) -> InFlight | None:
         freed_swap=freed_swap,
     )
     state.transfers = Transfers()
+    state.left_out = decision.left_out
     state.next_step_id += 1
     state.in_flight.append(step)
     state.suspects.took_turn(requests[0])
@@ -130,6 +133,7 @@ def _assign(state: State, admission: Admission) -> None:
     row, *sibling_rows = admission.rows
     rows.assign(request, row)
     request.may_match = True
+    request.hit = None
     request.state = RequestState.PREFILLING
     rows.computed[row] = admission.num_computed
     for sibling, sibling_row in zip(request.siblings, sibling_rows, strict=True):
@@ -192,7 +196,7 @@ def _extend_tables(state: State, group: int, rows: Int32, counts: Int32) -> None
 
 
 def _fork(state: State, parent: Request) -> list[Request]:
-    """The siblings, now sharing all blocks of the prompt that this step completes."""
+    """The siblings, now sharing the blocks of the prompt that this step completes."""
     rows, row = state.rows, parent.row
     siblings, parent.siblings = parent.siblings, []
     rows.will_fork[row] = False
@@ -203,8 +207,9 @@ def _fork(state: State, parent: Request) -> list[Request]:
             getattr(rows, name)[sibling.row] = getattr(rows, name)[row]
         pages = -(-int(rows.computed[row]) // state.geometry.page_size)
         for group, allocator in enumerate(state.allocators):
-            first = int(rows.table_first[group, row])
-            blocks = rows.table[group, row, first:pages]  # not those reserved for output
+            # what the sibling's own queries read: not all that this step's do
+            first = allocator.first_page(int(rows.computed[row]))
+            blocks = rows.table[group, row, first:pages]
             allocator.share(blocks)
             rows.set_table(group, sibling.row, first, blocks)
     return siblings

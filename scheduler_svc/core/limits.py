@@ -17,7 +17,7 @@ class Limits:
 
     max_batch_tokens: int  # tokens computed in one step
     max_requests_per_batch: int  # requests in one step; also the number of rows
-    cache_budget: int = 0  # pages read in one step; 0 = as many as the pool has blocks
+    cache_budget: int = 0  # pages read in one step, shared ones once; 0 = no limit
     safety_margin: float = 0.15  # share of blocks that must be free for a prefill to join
     max_plans_in_flight: int = 1  # plans without a result; 2 = run ahead
     allow_block_sharing: bool = True  # the prefix cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from protos.plan import UNKNOWN_TOKEN, Int32, StepPlan
+from scheduler_svc.core.rows import starts
 from scheduler_svc.core.seeds import uniforms
 from scheduler_svc.core.state import InFlight, State
 
@@ -13,8 +14,8 @@ def pack(state: State, step: InFlight) -> StepPlan:
     """The plan of the newest step in flight; must be called before anything else is committed."""
     assert state.in_flight[-1] is step, f"step {step.step_id} is not the newest"
     rows = state.rows
-    query_start_loc = _starts(step.num_new_tokens)
-    table_start, blocks = _tables(state, step.rows)
+    query_start_loc = starts(step.num_new_tokens)
+    table_start, blocks = rows.tables(step.rows)
     sampling = step.named[step.sampled_for]  # rows that get a token
     num_samples = len(sampling)
     columns = rows.sampling_of(sampling)
@@ -81,30 +82,6 @@ def _token_ids(state: State, step: InFlight, query_start_loc: Int32) -> Int32:
         # none: an ended row of a static batch, past what it kept, where any token will do
         token_ids[offset : offset + count] = tokens or rows.last_token[step.rows[place]]
     return token_ids
-
-
-def _tables(state: State, rows: Int32) -> tuple[Int32, Int32]:
-    """Block tables of all groups as CSR: starts [G, R+1] and blocks [B]."""
-    table = state.rows.table
-    num_groups, _, width = table.shape
-    starts, places, offset = np.empty((num_groups, len(rows) + 1), np.int32), [], 0
-    for group in range(num_groups):
-        first = state.rows.table_first[group, rows]
-        lengths = state.rows.table_len[group, rows] - first
-        start = _starts(lengths)
-        # where each row's part of the flat table begins, less where it goes to
-        shift = (group * table.shape[1] + rows.astype(np.int64)) * width + first - start[:-1]
-        places.append(np.arange(start[-1]) + np.repeat(shift, lengths))
-        starts[group] = start + np.int32(offset)
-        offset += int(start[-1])
-    return starts, table.reshape(-1).take(places[0] if num_groups == 1 else np.concatenate(places))
-
-
-def _starts(counts: Int32) -> Int32:
-    """Exclusive prefix sums with the total behind them. [n] → [n+1]"""
-    starts = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=starts[1:])
-    return starts
 
 
 def _triples(triples: list[tuple[int, int, int]]) -> Int32:

@@ -4,16 +4,18 @@ fifo: what decodes goes first, then what prefills, then what waits, each in orde
 Running answers never stutter because somebody else's long prompt arrived, and a prefill uses
 what the decodes left of the token budget. The price: a new request's first token waits longer
 under load than with prefill_first. Its safety margin of 15 % keeps blocks for the decodes that
-are running, so that few of them are preempted for want of memory.
+are running, so that few of them are preempted for want of memory; it is looked at before each
+admission, so that a burst does not use it up.
 
 prefill_first: what prefills goes first, so a prompt that was begun is finished as fast as the
 token budget allows, and first tokens come early. The price: running answers stutter beside long
 prompts. No margin: it fills the memory, and preempts when it was too greedy.
 
 priority: by (priority, arrival), lower first, among those that decode, then among those that
-prefill, then among those that wait. Over 90 % of capacity a more urgent waiting request preempts
-the least urgent running one; under 10 % free blocks the least urgent is swapped out. Its margin of
-20 % is wider than those 10 %: what was swapped out does not come back at once (hysteresis).
+prefill, then among those that wait. A more urgent waiting request preempts the fewest less urgent
+running ones that make room for it, and joins whatever the margin (overtaking.py); under 10 % free
+blocks the least urgent is swapped out. Its margin of 20 % is wider than those 10 %: what was
+swapped out does not come back at once (hysteresis).
 `AGING` arrivals outweigh one step of priority, which bounds how long anybody starves.
 
 static: the classic baseline, as padded generation does it: a batch is admitted whole, with pages

@@ -1,59 +1,27 @@
-"""Shares KV between requests that begin alike: names for blocks, and the search for them.
+"""Shares KV between requests that begin alike: the search, and the promises.
 
-A full block is named by the hash of (name of the block before it, its tokens), the first one by
-the request's cache_salt; so a name stands for all tokens up to the block's end, and requests
-share only with the same salt. Tokens are not compared on a hit, hence a wide hash (BLAKE2b, 128
-bits). A block gets its name when the result of the step that filled it has come back.
-
-A hit needs the blocks of every full-attention group from the start, and of every sliding group
-those that the next query's window reads; at least one prompt token is always computed.
+A full block has a name (block_names.py), and gets it when the result of the step that filled it
+has come back. A hit needs the blocks of every full-attention group from the start, and of every
+sliding group those that the next query's window reads; at least one prompt token is always
+computed. What was found is kept with the request and stays good for as long as its blocks keep
+their content, so that a request that waits is not searched for anew in every step.
 
 A block that a running request is about to fill is *promised*: a request that needs it next waits,
 so that a burst computes a shared prefix once. The promise ends when the block is published, or
-when the request that made it loses its blocks, in whatever way.
+when the request that made it loses its blocks, in whatever way. Who waits, waits for the last
+block that both have in common: each step then asks one name of it, however long the prefix.
 """
 
 from __future__ import annotations
 
-import array
-import hashlib
 from collections.abc import Container
-from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
 from protos.plan import Int32
-from scheduler_svc.core.allocators import FullAttentionAllocator, Name
-from scheduler_svc.core.request import Request
-
-DIGEST_BYTES: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """Blocks that a request can share: for each group its table from first_pages on."""
-
-    num_tokens: int  # a multiple of page_size
-    first_pages: tuple[int, ...]  # [G]
-    blocks: tuple[Int32, ...]  # [G]
-
-
-def block_names(request: Request, page_size: int, count: int) -> list[Name]:
-    """Names of the request's first `count` full blocks; kept with the request, for they stay."""
-    names = request.names
-    while len(names) < count:
-        parent = names[-1] if names else _root(request.cache_salt)
-        start = len(names) * page_size
-        tokens = array.array("i", request.token_ids[start : start + page_size]).tobytes()
-        names.append(hashlib.blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest())
-    return names
-
-
-def _root(cache_salt: str) -> Name:
-    """What stands in the place of a parent for a first block: no block can have that name."""
-    salt = cache_salt.encode()
-    return hashlib.blake2b(salt, digest_size=DIGEST_BYTES, person=b"cache_salt").digest()
+from scheduler_svc.core.allocators import FullAttentionAllocator
+from scheduler_svc.core.block_names import BlockNames, Name, num_common
+from scheduler_svc.core.request import Hit, Request, Swapped
 
 
 class PrefixCache:
@@ -61,7 +29,10 @@ class PrefixCache:
 
     def __init__(self, allocators: list[FullAttentionAllocator], page_size: int) -> None:
         self._allocators = allocators
+        self._full = [a for a in allocators if not a.sliding_window]
+        self._sliding = [a for a in allocators if a.sliding_window]
         self._page_size = page_size
+        self._names = BlockNames(page_size)
         self._promised: dict[Name, Request] = {}
         self.num_queried = 0  # prompt tokens looked up at first admissions
         self.num_hit = 0  # of them found
@@ -70,55 +41,65 @@ class PrefixCache:
     def num_promised(self) -> int:
         return len(self._promised)
 
-    def match(self, request: Request) -> Hit:
-        """The longest run of blocks that the request can share now."""
+    def name_prompt(self, request: Request) -> None:
+        """Names what can be named of a new request, so that no step has to wait for that."""
+        self._names.of(request, request.num_prompt_tokens // self._page_size)
+
+    def match(self, request: Request, also: Container[Name] = ()) -> Hit | None:
+        """The longest run of blocks that the request can share now; None while somebody fills
+        the one that it would have to compute next. `also` are promises about to be made."""
+        if self.awaits(request):
+            return None
+        request.awaited = None
         usable = (len(request.token_ids) - 1) // self._page_size
-        full = [a for a in self._allocators if not a.sliding_window]
-        pages = 0
-        names = request.names  # made as far as they are found, no further
-        while pages < usable:
-            name = block_names(request, self._page_size, pages + 1)[pages]
-            if not all(name in a.block_of for a in full):
-                break
-            pages += 1
-        sliding = [a for a in self._allocators if a.sliding_window]
-        while pages and not all(
-            names[page] in a.block_of
-            for a in sliding
-            for page in range(a.first_page(pages * self._page_size), pages)
-        ):
-            pages -= 1
+        hit = request.hit
+        if hit is not None and self._is_current(request, hit, usable):
+            is_promised = self._is_promised(request, hit.num_pages, usable, also)
+            return None if is_promised else hit
+        kept = 0 if hit is None else self._num_kept(hit)
+        run = self._run(request, kept, usable)
+        pages = self._with_windows(request, run)
+        if self._is_promised(request, pages, usable, also):
+            return None
         first_pages = tuple(a.first_page(pages * self._page_size) for a in self._allocators)
-        return Hit(
-            num_tokens=pages * self._page_size,
-            first_pages=first_pages,
-            blocks=tuple(
-                np.array([a.block_of[name] for name in names[first:pages]], np.int32)
-                for a, first in zip(self._allocators, first_pages, strict=True)
-            ),
-        )
+        tables = []
+        for group, (allocator, first) in enumerate(zip(self._allocators, first_pages, strict=True)):
+            known = np.zeros(0, np.int32)
+            if hit is not None and not allocator.sliding_window:
+                known = hit.blocks[group][: min(kept, pages)]
+            names = request.names[first + len(known) : pages]
+            more = np.fromiter(map(allocator.block_of.__getitem__, names), np.int32, len(names))
+            tables.append(np.concatenate([known, more]))
+        request.hit = Hit(pages, run, first_pages, tuple(tables), self._stamps(tables))
+        return request.hit
 
-    def is_promised(self, request: Request, hit: Hit, also: Container[Name] = ()) -> bool:
-        """Whether somebody is filling the block that the request would have to compute next;
-        `also` are promises about to be made."""
-        page = hit.num_tokens // self._page_size
-        if page >= (len(request.token_ids) - 1) // self._page_size:
-            return False
-        name = block_names(request, self._page_size, page + 1)[page]
-        if name in self._promised:
-            request.awaited = name  # so that it is not looked for again until that is kept
-            return True
-        return name in also
+    def awaits(self, request: Request) -> bool:
+        """Whether the block that it waited for at the last look is still to come."""
+        return request.awaited in self._promised
 
-    def is_awaited(self, name: Name) -> bool:
-        """Whether the block with this name is still promised, and not there yet."""
-        return name in self._promised
+    def find(self, request: Request, swapped: Swapped) -> tuple[Int32, ...]:
+        """Which of an offloaded request's blocks are still there, for each group; -1 where one
+        is not. Only those found at the first look can be found again."""
+        found = swapped.found
+        if found is None:
+            full = swapped.num_tokens // self._page_size  # a page filled in part is its own
+            tables = []
+            for allocator, first, blocks in zip(
+                self._allocators, swapped.first_pages, swapped.blocks, strict=True
+            ):
+                names = request.names[first:full]
+                there = [allocator.block_of.get(name, -1) for name in names]
+                tables.append(np.array(there + [-1] * (len(blocks) - len(there)), np.int32))
+            found = Hit(full, full, swapped.first_pages, tuple(tables), self._stamps(tables))
+            swapped.found = found
+        stamps = zip(found.blocks, self._stamps(found.blocks), found.stamps, strict=True)
+        return tuple(np.where(now == then, blocks, np.int32(-1)) for blocks, now, then in stamps)
 
     def to_promise(self, request: Request, first_page: int) -> list[Name]:
         """Names of the blocks that the request fills when it is admitted with first_page blocks:
         those of all its known tokens."""
         full = len(request.token_ids) // self._page_size
-        return block_names(request, self._page_size, full)[first_page:full]
+        return self._names.of(request, full)[first_page:full]
 
     def promise(self, request: Request, first_page: int) -> None:
         for name in self.to_promise(request, first_page):
@@ -129,7 +110,7 @@ class PrefixCache:
     ) -> None:
         """Names the blocks [G] that hold the request's page, those that have not left a window:
         a group's table begins at first_pages [G]. The promise is kept."""
-        name = block_names(request, self._page_size, page + 1)[page]
+        name = self._names.of(request, page + 1)[page]
         for allocator, block, first in zip(self._allocators, blocks, first_pages, strict=True):
             if page >= first:
                 allocator.publish(block, name)
@@ -145,3 +126,68 @@ class PrefixCache:
         """Notes a first admission; a request's own resets do not raise the hit rate."""
         self.num_queried += request.num_prompt_tokens
         self.num_hit += hit_tokens
+
+    def _is_found(self, request: Request, page: int) -> bool:
+        """Whether every full-attention group has the page."""
+        name = self._names.of(request, page + 1)[page]
+        return all(name in allocator.block_of for allocator in self._full)
+
+    def _run(self, request: Request, begin: int, usable: int) -> int:
+        """How many pages the full-attention groups have from the start; they have `begin`."""
+        run = begin
+        while run < usable:
+            names = self._names.of(request, run + 1)  # made as far as they are found, no further
+            end = stop = min(len(names), usable)
+            for allocator in self._full:
+                block_of = allocator.block_of
+                stop = next(
+                    (page for page in range(run, stop) if names[page] not in block_of), stop
+                )
+            run = stop
+            if stop < end:
+                break
+        return run
+
+    def _with_windows(self, request: Request, run: int) -> int:
+        """The most of these pages whose windows are there too."""
+        names, pages, is_missing = request.names, run, True
+        while pages and is_missing:
+            is_missing = False
+            for allocator in self._sliding:
+                first = allocator.first_page(pages * self._page_size)
+                for page in range(pages - 1, first - 1, -1):
+                    if names[page] not in allocator.block_of:
+                        pages, is_missing = page, True  # windows of all longer hits have it too
+                        break
+        return pages
+
+    def _is_promised(self, request: Request, page: int, usable: int, also: Container[Name]) -> bool:
+        if page >= usable:
+            return False
+        name = self._names.of(request, page + 1)[page]
+        filler = self._promised.get(name)
+        if filler is None:
+            return name in also
+        last = request.names[min(num_common(request.names, filler.names), usable) - 1]
+        request.awaited = last if self._promised.get(last) is filler else name
+        return True
+
+    def _is_current(self, request: Request, hit: Hit, usable: int) -> bool:
+        """Whether a hit found earlier is all there, and no longer run has been published. A longer
+        one for sliding groups alone may go unseen."""
+        if hit.num_run < usable and (not self._full or self._is_found(request, hit.num_run)):
+            return False
+        stamps = zip(self._stamps(hit.blocks), hit.stamps, strict=True)
+        return all(np.array_equal(now, then) for now, then in stamps)
+
+    def _num_kept(self, hit: Hit) -> int:
+        """Leading pages of an earlier hit that every full-attention group still has."""
+        kept = hit.num_pages if self._full else 0
+        for allocator, blocks, stamps in zip(self._allocators, hit.blocks, hit.stamps, strict=True):
+            if not allocator.sliding_window:
+                differs = allocator.stamps[blocks[:kept]] != stamps[:kept]
+                kept = int(differs.argmax()) if differs.any() else kept
+        return kept
+
+    def _stamps(self, tables: list[Int32] | tuple[Int32, ...]) -> tuple[np.ndarray, ...]:
+        return tuple(a.stamps[table] for a, table in zip(self._allocators, tables, strict=True))

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from protos.plan import Int32
 
 NO_ROW: Final = -1
@@ -54,13 +57,28 @@ class NewRequest:
     n: int = 1  # siblings that continue the same prompt
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class Hit:
+    """Blocks that a request can share: for each group its table from first_pages on.
+
+    A block whose stamp has changed holds something else by now (allocators.py).
+    """
+
+    num_pages: int
+    num_run: int  # pages that all full-attention groups have; windows may allow fewer
+    first_pages: tuple[int, ...]  # [G]
+    blocks: tuple[Int32, ...]  # [G]
+    stamps: tuple[npt.NDArray[np.int64], ...]  # [G] of the blocks
+
+
+@dataclass(slots=True, eq=False)
 class Swapped:
     """Where an offloaded request's KV is: for each cache group, its table in the swap pool."""
 
     num_tokens: int  # whose KV it is
     first_pages: tuple[int, ...]  # [G]
     blocks: tuple[Int32, ...]  # [G] swap blocks
+    found: Hit | None = None  # what the prefix cache still had of it; -1 where nothing
 
 
 @dataclass(slots=True, eq=False)
@@ -87,10 +105,13 @@ class Request:
     may_match: bool = True  # the prefix cache
     was_wedged: bool = False  # nothing could be planned, and that was put down to it
     names: list[bytes] = field(default_factory=list)  # of its full blocks, as far as asked for
-    awaited: bytes | None = None  # name of the block that another is filling for it
+    awaited: bytes | None = None  # name of the last block that another is filling for it
+    hit: Hit | None = None  # what was found in the prefix cache at the last look
     swapped: Swapped | None = None  # set while it is offloaded
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it, if one did
+    # [num_prompt_tokens] to compare with others'
+    prompt: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def name(self) -> str:

@@ -191,6 +191,24 @@ class Rows:
         table: Int32 = self.table[group, row, first:end]
         return table
 
+    def tables(self, rows: Int32) -> tuple[Int32, Int32]:
+        """The rows' block tables, group after group, as CSR: starts [G, R+1] and blocks [B]."""
+        num_groups, _, width = self.table.shape
+        places, offset = [], 0
+        start = np.empty((num_groups, len(rows) + 1), np.int32)
+        for group in range(num_groups):
+            first = self.table_first[group, rows]
+            lengths = self.table_len[group, rows] - first
+            start[group] = starts(lengths)
+            # where each row's part of the flat table begins, less where it goes to
+            shift = (group * self.num_rows + rows.astype(np.int64)) * width + first
+            shift -= start[group, :-1]
+            places.append(np.arange(start[group, -1]) + np.repeat(shift, lengths))
+            start[group] += np.int32(offset)
+            offset = int(start[group, -1])
+        place = places[0] if num_groups == 1 else np.concatenate(places)
+        return start, self.table.reshape(-1).take(place)
+
     def tail_block(self, group: int, row: int, page_size: int) -> int:
         """The block that the row's next token goes into; its table must reach there."""
         return int(self.table[group, row, self.computed[row] // page_size])
@@ -207,3 +225,10 @@ class Rows:
         self.table[group, row, first_page:end] = blocks
         self.table_first[group, row] = first_page
         self.table_len[group, row] = end
+
+
+def starts(counts: Int32) -> Int32:
+    """Exclusive prefix sums with the total behind them. [n] → [n+1]"""
+    sums = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=sums[1:])
+    return sums

@@ -102,6 +102,8 @@ class State:
         self.next_step_id = 0
         self.in_flight: deque[InFlight] = deque()
         self.transfers = Transfers()  # for the next plan
+        # ran, and found no place in the last plan's cache budget; whoever waits longest first
+        self.left_out: tuple[Request, ...] = ()
         self._set_memory(geometry)
 
     @property
@@ -124,7 +126,7 @@ class State:
             )
             self.swap_allocators.append(FullAttentionAllocator(self.swap_pool, *shape))
         self.prefix_cache = PrefixCache(self.allocators, geometry.page_size)
-        longest = min(geometry.max_model_len, geometry.pool_tokens())
+        longest = geometry.pool_tokens(self.policy.holds_finished)
         self.rows = Rows(
             self.limits.max_requests_per_batch,
             len(geometry.groups),
@@ -143,7 +145,10 @@ class State:
             sampling=new.sampling,
             priority=new.priority,
             cache_salt=new.cache_salt,
+            prompt=np.array(new.prompt_token_ids, np.int32),
         )
+        if self.limits.allow_block_sharing and self.allocators:
+            self.prefix_cache.name_prompt(first)
         first.siblings = [
             replace(
                 first,
@@ -151,7 +156,7 @@ class State:
                 ticket=first.ticket + index,
                 token_ids=list(first.token_ids),
                 siblings=[],
-                names=[],
+                names=list(first.names),
             )
             for index in range(1, new.n)
         ]
@@ -231,6 +236,23 @@ class State:
         """The row's block tables [G], which are empty after that."""
         return [self.rows.take_blocks(group, row) for group in range(len(self.allocators))]
 
+    def window(self, row: int) -> list[Int32]:
+        """The row's blocks [G] that later queries read: not those only plans in flight need."""
+        kept = []
+        for group, allocator in enumerate(self.allocators):
+            first = max(
+                int(self.rows.table_first[group, row]),
+                allocator.first_page(int(self.rows.computed[row])),
+            )
+            kept.append(self.rows.table[group, row, first : self.rows.table_len[group, row]])
+        return kept
+
+    def leave_behind(self, group: int, row: int, first: int) -> None:
+        """Gives back the row's pages before `first`, which no later query reads."""
+        begin = int(self.rows.table_first[group, row])
+        self.allocators[group].give(self.rows.table[group, row, begin:first][::-1])
+        self.rows.table_first[group, row] = first
+
     def give_back(self, tables: list[Int32]) -> None:
         """Takes one owner from every block of these tables [G]."""
         for allocator, blocks in zip(self.allocators, tables, strict=True):
@@ -259,10 +281,15 @@ class State:
         The caller has seen that the swap pool has room. What a plan in flight computes for it
         counts: the copy is made after that plan. Where the worker copies beside the forward, the
         blocks stay owned until the plan's result is back: who gets them writes in that plan.
+
+        Only what later queries read is kept, so that an empty pool always holds what is restored.
         """
         row = request.row
         first_pages, swap_tables = [], []
-        for group, allocator in enumerate(self.swap_allocators):
+        for group, (allocator, kept) in enumerate(
+            zip(self.swap_allocators, self.window(row), strict=True)
+        ):
+            self.leave_behind(group, row, int(self.rows.table_len[group, row]) - len(kept))
             blocks = self.rows.blocks_of(group, row)
             swap_blocks = allocator.take(len(blocks))
             pairs = zip(blocks.tolist(), swap_blocks.tolist(), strict=True)
@@ -334,6 +361,7 @@ class State:
         """
         self.in_flight.clear()
         self.transfers = Transfers()
+        self.left_out = ()
         self.next_step_id = first_step_id
         self.rows.num_in_flight[:] = 0
         for request in list(self.rows.running.values()):
@@ -345,7 +373,6 @@ class State:
                 self._requeue(request)
         for request in self.live():
             request.num_in_flight = 0
-            request.swapped = None
-            if geometry.page_size != self.geometry.page_size:
-                request.names.clear()  # of blocks of other tokens
+            request.swapped = request.hit = request.awaited = None
+            request.names.clear()
         self._set_memory(geometry)

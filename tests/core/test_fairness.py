@@ -61,3 +61,13 @@ def test_what_follows_a_step_that_was_not_finite_is_not_shared() -> None:
     sim.absorb()
     sim.absorb()
     assert not sim.state.allocators[0].block_of
+
+
+def test_a_static_batch_finds_room_in_its_block_tables() -> None:
+    """Block tables as wide as a sliding window needs, for what reserves all its pages."""
+    sim = Simulation(
+        Setup(num_blocks=7, page_size=3, groups=((0, 1), (7, 3)), max_model_len=20, policy="static")
+    )
+    sim.submit(NewRequest("r", list(range(10)), 5))
+    sim.run()
+    assert len(sim.outcome.tokens["r", 0]) == 5

@@ -7,7 +7,8 @@ shadow worker, where any request may be aborted, reset, offloaded or flushed at 
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import settings
+import pytest
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -246,3 +247,18 @@ AllocatorMachine.TestCase.settings = settings(
 TestAllocatorMachine = AllocatorMachine.TestCase
 MemoryMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestMemoryMachine = MemoryMachine.TestCase
+
+
+class MemoryMachineAnew(MemoryMachine):
+    """The same, never twice alike."""
+
+
+MemoryMachineAnew.TestCase.settings = settings(
+    settings.get_profile("explore"), stateful_step_count=60, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+class TestMemoryMachineAnew(MemoryMachineAnew.TestCase):  # type: ignore[misc]
+    """New seeds in every run: what it finds belongs into test_never_wedged.py or its like."""

@@ -1,0 +1,90 @@
+"""Names for full blocks: the hash of (name of the block before it, its tokens).
+
+The first block's parent is the request's cache_salt; so a name stands for all tokens up to the
+block's end, and requests share only with the same salt. Tokens are not compared on a hit, hence a
+wide hash (BLAKE2b, 128 bits).
+
+Hashing a long prompt takes as long as a step. Prompts that begin alike, as bursts do, are hashed
+once: the names of the part in common are copied from another prompt, found by comparing tokens.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+from collections import deque
+from typing import Final
+
+from protos.plan import Int32
+from scheduler_svc.core.request import Request
+
+Name = bytes
+
+DIGEST_BYTES: Final = 16
+NUM_REMEMBERED: Final = 16  # prompts that names can be copied from
+
+
+class BlockNames:
+    """Names of requests' blocks; kept with the requests, for they stay."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        # prompts and their names, as far as they are made; no two begin alike for long
+        self._remembered: deque[tuple[Int32, list[Name]]] = deque(maxlen=NUM_REMEMBERED)
+
+    def of(self, request: Request, count: int) -> list[Name]:
+        """Names of at least the request's first `count` full blocks. Read only."""
+        names = request.names
+        if count and not names:
+            self._add(request)
+            self._copy(request)
+        while len(names) < count:
+            self._add(request)
+        return names
+
+    def _add(self, request: Request) -> None:
+        names = request.names
+        start = len(names) * self._page_size
+        tokens = request.prompt[start : start + self._page_size].tobytes()
+        if start + self._page_size > request.num_prompt_tokens:
+            tokens = array.array("i", request.token_ids[start : start + self._page_size]).tobytes()
+        parent = names[-1] if names else _root(request.cache_salt)
+        names.append(hashlib.blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest())
+
+    def _copy(self, request: Request) -> None:
+        """Takes the names of whatever part another prompt has in common; the first is made."""
+        names, prompt = request.names, request.prompt
+        common: list[Name] = []
+        for other, others_names in self._remembered:
+            if others_names[0] == names[0]:
+                count = _num_equal(prompt, other) // self._page_size
+                if min(count, len(others_names)) > len(common):
+                    common = others_names[:count]
+        names += common[1:]
+        if 2 * len(names) * self._page_size < len(prompt):
+            self._remembered.append((prompt, names))
+
+
+def num_common(names: list[Name], other: list[Name]) -> int:
+    """How many pages both begin with. A name stands for all before it: halving finds the last."""
+    least, most = 0, min(len(names), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if names[middle - 1] == other[middle - 1]:
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
+def _num_equal(prompt: Int32, other: Int32) -> int:
+    """How many tokens both begin with."""
+    length = min(len(prompt), len(other))
+    differs = prompt[:length] != other[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def _root(cache_salt: str) -> Name:
+    """What stands in the place of a parent for a first block: no block can have that name."""
+    salt = cache_salt.encode()
+    return hashlib.blake2b(salt, digest_size=DIGEST_BYTES, person=b"cache_salt").digest()
