@@ -117,7 +117,9 @@ class Life:
         elif self.is_loading and self.happens(0.5):
             self.become_ready()
         self.bench.turn()
-        check(self.bench.engine._state)
+        state = self.bench.engine._state
+        check(state)
+        assert not any(request.was_wedged for request in state.live()), "wedged"
         self.witness.read_events()
 
     def say_hello(self) -> None:
