@@ -4,8 +4,8 @@ fifo: what decodes goes first, then what prefills, then what waits, each in orde
 Running answers never stutter because somebody else's long prompt arrived, and a prefill uses
 what the decodes left of the token budget. The price: a new request's first token waits longer
 under load than with prefill_first. Its safety margin of 15 % keeps blocks for the decodes that
-are running, so that few of them are preempted for want of memory; it is looked at before each
-admission, so that a burst does not use it up.
+are running, so that few of them are preempted for want of memory; a burst that joins in one step
+may use a third of it.
 
 prefill_first: what prefills goes first, so a prompt that was begun is finished as fast as the
 token budget allows, and first tokens come early. The price: running answers stutter beside long

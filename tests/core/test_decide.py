@@ -222,3 +222,14 @@ def test_limits_name_what_is_wrong(changes: dict[str, int], named: str) -> None:
     """A limit that wedges the scheduler is only noticed under load."""
     with pytest.raises(ValueError, match=named):
         Limits(**{"max_batch_tokens": 8, "max_requests_per_batch": 4, **changes})  # type: ignore[arg-type]
+
+
+def test_a_burst_leaves_most_of_the_margin() -> None:
+    """The margin is looked at once a step, a burst takes all of it, and answers are preempted."""
+    sim = simulation(
+        num_blocks=60, max_batch_tokens=400, max_requests=40, max_model_len=200, safety_margin=0.3
+    )
+    for number in range(30):
+        add(sim, f"r{number}", 8)
+    # two blocks each: the 25th finds 12 of 60 free, as many as two thirds of the margin
+    assert len(decide(sim.state).admissions) == 25

@@ -17,6 +17,7 @@ CROWDED = Setup(
     max_model_len=64,
     max_plans_in_flight=2,
     vocab_size=200,
+    safety_margin=0.0,  # so that it is short
 )
 
 
