@@ -207,7 +207,9 @@ class Resume(_message.Message):
     def __init__(self, next_step_id: _Optional[int] = ...) -> None: ...
 
 class Bye(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "is_failure")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    IS_FAILURE_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    is_failure: bool
+    def __init__(self, reason: _Optional[str] = ..., is_failure: _Optional[bool] = ...) -> None: ...

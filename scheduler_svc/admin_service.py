@@ -8,6 +8,7 @@ sentence.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -32,7 +33,8 @@ DEFAULT_LIMIT = 1000
 class Views(Protocol):
     """scheduler_svc/core/views.py, or what a test puts in its place."""
 
-    def list_requests(self, state: State) -> list[RequestView]: ...
+    def list_requests(self, state: State, wanted: str, limit: int) -> list[RequestView]: ...
+    def count_requests(self, state: State, wanted: str) -> int: ...
     def get_request(self, state: State, request_id: str) -> RequestDetail | None: ...
     def get_cache(self, state: State) -> CacheView: ...
 
@@ -50,20 +52,22 @@ class AdminService(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
             raise RequestRejected("state", request.state, "empty, " + ", ".join(RequestState))
         if request.limit < 0:
             raise RequestRejected("limit", request.limit, f"at least 0; 0 is {DEFAULT_LIMIT}")
-        views = await asyncio.wrap_future(self._engine.ask(self._views.list_requests))
-        known = {view.request_id for view in views}
-        summaries = [self._summary(view) for view in views]
-        summaries += [
-            _summary_of_waiting(stream)
-            for stream in self._streams.waiting_here()
-            if stream.request_id not in known
-        ]
-        found = [
-            summary for summary in summaries if not request.state or summary.state == request.state
-        ]
-        return pb.ListRequestsResponse(
-            requests=found[: request.limit or DEFAULT_LIMIT], total=len(found)
+        wanted, limit = request.state, request.limit or DEFAULT_LIMIT
+        views, total = await asyncio.wrap_future(
+            self._engine.ask(
+                lambda state: (
+                    self._views.list_requests(state, wanted, limit),
+                    self._views.count_requests(state, wanted),
+                )
+            )
         )
+        found = [self._summary(view) for view in views]
+        if wanted in ("", RequestState.PENDING):
+            # behind those that the engine knows, though some of these may have come before
+            waiting = self._streams.waiting_here()
+            total += len(waiting)
+            found += map(_summary_of_waiting, itertools.islice(waiting, limit - len(found)))
+        return pb.ListRequestsResponse(requests=found, total=total)
 
     async def GetRequest(
         self, request: pb.GetRequestRequest, context: Context

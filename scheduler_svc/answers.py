@@ -36,7 +36,6 @@ class Answer:
     num_read: int = 0  # output tokens that text was made of
     num_told: int = 0  # of them, told of
     untold: str = ""  # the text of the others
-    num_faults: int = 0
 
 
 class Answers:

@@ -246,7 +246,7 @@ class Config:
     worker_address: str = setting("", "ipc:// or tcp:// to bind for workers; empty = ipc, private")
     max_queue_size: int = setting(
         0,
-        "requests that may wait before new ones are refused; 0 = no limit",
+        "requests that may wait for a row before new ones are refused; 0 = no limit",
         minimum=0,
         maximum=_MAX_COUNT,
     )

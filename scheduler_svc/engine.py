@@ -17,6 +17,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Final, TypeVar
@@ -24,7 +25,7 @@ from typing import Final, TypeVar
 from protos import link_pb2
 from scheduler_svc.answers import Answers
 from scheduler_svc.core.admission import why_never_fits
-from scheduler_svc.core.check import InvariantError, check_idle
+from scheduler_svc.core.check import check_idle
 from scheduler_svc.core.commit import commit
 from scheduler_svc.core.decide import decide
 from scheduler_svc.core.limits import Limits
@@ -33,6 +34,7 @@ from scheduler_svc.core.policies import FIFO, Policy
 from scheduler_svc.core.request import FinishReason, RequestState
 from scheduler_svc.core.state import State
 from scheduler_svc.core.views import count_by_state
+from scheduler_svc.core.wedge import describe, loosen, stuck
 from scheduler_svc.errors import (
     ChairliftError,
     DuplicateRequest,
@@ -52,6 +54,7 @@ T = TypeVar("T")
 Command = Callable[[], None]
 
 TICK_SECONDS: Final = 0.25  # how often a silent worker is looked at
+QUESTION_SECONDS: Final = 0.001  # of a turn that are for questions
 BEHIND_SECONDS: Final = 0.01  # how soon to go on with deltas that could not be told of at once
 
 
@@ -73,13 +76,14 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`deliver` gets the events of a step, `on_status` a changed Status, both in the
-        engine's thread; neither may block. `max_queue_size` bounds waiting requests; 0 = no bound.
+        engine's thread; neither may block. `max_queue_size` bounds the requests that wait and that
+        no row is free for; 0 = no bound.
         Timeouts are in seconds; a `step_timeout` of 0 lets steps take for ever.
         """
         self.steps = StepFeed(clock)
-        self._limits = limits
         self._link = link
         self._deliver = deliver
+        self._clock = clock
         self._max_queue_size = max_queue_size
         self._state = State(limits, policy=policy)
         self._answers = Answers(clock)
@@ -97,6 +101,7 @@ class Engine:
             clock,
         )
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._questions: deque[Command] = deque()  # may take long, and can wait
         self._thread: threading.Thread | None = None
         self._is_stopping = False
         self._is_checked = True  # since the last change
@@ -133,13 +138,13 @@ class Engine:
 
     def ask(self, question: Callable[[State], T]) -> Future[T]:
         """Reads the state in the engine's thread, between two steps."""
-        return self._call(lambda: question(self._state))
+        return self._call(lambda: question(self._state), is_question=True)
 
     def flush_cache(self) -> Future[int]:
         """Empties the prefix cache; how many blocks lost their content's name."""
-        return self._call(self.on_flush_cache)
+        return self._call(self.on_flush_cache, is_question=True)
 
-    def _call(self, function: Callable[[], T]) -> Future[T]:
+    def _call(self, function: Callable[[], T], is_question: bool = False) -> Future[T]:
         answer: Future[T] = Future()
 
         def command() -> None:
@@ -150,7 +155,7 @@ class Engine:
             except Exception as error:  # the asker's, not the engine's
                 answer.set_exception(error)
 
-        self._inbox.put(command)
+        self._inbox.put((lambda: self._questions.append(command)) if is_question else command)
         return answer
 
     # In the engine's thread
@@ -166,15 +171,22 @@ class Engine:
             on_crash(error)
 
     def turn(self, timeout: float) -> None:
-        """Waits for a command, obeys all that are there, plans, makes text, delivers."""
+        """Waits for a command, obeys all that are there, plans, makes text, delivers.
+
+        What comes meanwhile has to wait, and most questions too if they take long: else those who
+        ask all the time would have the thread for themselves.
+        """
         if self._answers.is_behind:
             timeout = min(timeout, BEHIND_SECONDS)
+        if self._questions:
+            timeout = 0.0
         try:
             self._inbox.get(timeout=timeout)()
-            while True:
+            for _ in range(self._inbox.qsize()):
                 self._inbox.get_nowait()()
         except queue.Empty:
             pass
+        self._answer_questions()
         self._session.look_after()
         self._plan()
         self._make_text()
@@ -185,6 +197,14 @@ class Engine:
         if not self._state.requests and not self._state.in_flight and not self._is_checked:
             check_idle(self._state)
             self._is_checked = True
+
+    def _answer_questions(self) -> None:
+        """At least one, if there are any."""
+        began = self._clock()
+        while self._questions:
+            self._questions.popleft()()
+            if self._clock() - began > QUESTION_SECONDS:
+                return
 
     def on_submit(self, submission: Submission) -> None:
         new = submission.new
@@ -205,9 +225,10 @@ class Engine:
             raise DuplicateRequest(new.request_id)
         if self.status.fatal_error is not None:
             raise Unavailable(f"no worker can serve the model: {self.status.fatal_error}")
-        waiting = len(self._state.pending)
-        if self._max_queue_size and waiting >= self._max_queue_size:
-            raise QueueFull(waiting, self._max_queue_size)
+        most = self._max_queue_size
+        # who came with this turn's commands has no row yet, but may get one with the next plan
+        if most and len(self._state.pending) >= most and self._state.num_queued() >= most:
+            raise QueueFull(self._state.num_queued(), most)
         if new.n > 1 and self._state.policy.holds_finished:
             raise RequestRejected("sampling.n", new.n, "1, when scheduler_type is static")
         if self.status.is_ready:
@@ -244,7 +265,7 @@ class Engine:
     def _plan(self) -> None:
         if not self.status.is_ready:
             return
-        while len(self._state.in_flight) < self._limits.max_plans_in_flight:
+        while len(self._state.in_flight) < self._state.plans_allowed:
             decision = decide(self._state)
             step = commit(self._state, decision)
             if step is not None:
@@ -254,9 +275,28 @@ class Engine:
                 self._session.send(link_pb2.Envelope(), pack(self._state, step))
                 self.steps.planned(self._state, step)
             elif decision.is_empty:
-                if self._state.requests and not self._state.in_flight:
-                    raise InvariantError(f"wedged with {len(self._state.requests)} live requests")
-                return
+                if not self._state.requests or self._state.in_flight:
+                    return
+                self._loosen()
+
+    def _loosen(self) -> None:
+        """Nobody can go on, a bug of ours: it costs a request its memory, and then its life."""
+        request = stuck(self._state)
+        facts = describe(self._state, request)
+        is_loosened = loosen(self._state, request)
+        logger.error(
+            "wedged: %d requests live and no step can be planned, a bug in Chairlift: please "
+            "report it with this line. One request %s; %s",
+            len(self._state.requests),
+            "starts afresh" if is_loosened else "fails",
+            facts,
+        )
+        self._is_checked = False
+        if not is_loosened:
+            why = (
+                "no step can be planned for it: a bug in Chairlift, which the scheduler's log tells"
+            )
+            self._fail(request.request_id, why)
 
     def _make_text(self) -> None:
         self._answers.make_text(lambda request: self._state.finish(request, FinishReason.STOP))

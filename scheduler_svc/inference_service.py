@@ -152,7 +152,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
             seed = admitted.seed
             if not stream.has_ended:
                 self._engine.submit(admitted.submission)
-                stream.is_submitted = True
+                self._streams.submitted(stream)
         started = pb.Started(request_id=stream.request_id, seed=seed, model=self._config.model_name)
         await context.write(pb.GenerateResponse(started=started))
 

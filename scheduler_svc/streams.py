@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -138,6 +138,7 @@ class LiveStreams:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._streams: dict[str, LiveStream] = {}
+        self._waiting_here: dict[str, LiveStream] = {}  # those that the engine does not know yet
         self._backlog: deque[Event] = deque()  # delivered, not given to its stream yet
         self._abandoned: set[str] = set()  # their clients have gone, the engine has not said so
         self._refusal: ChairliftError | None = None
@@ -154,7 +155,7 @@ class LiveStreams:
         if request_id in self._streams:
             raise DuplicateRequest(request_id)
         stream = LiveStream(request_id, num_siblings)
-        self._streams[request_id] = stream
+        self._streams[request_id] = self._waiting_here[request_id] = stream
         self._idle.clear()
         return stream
 
@@ -168,9 +169,14 @@ class LiveStreams:
     def get(self, request_id: str) -> LiveStream | None:
         return self._streams.get(request_id)
 
-    def waiting_here(self) -> list[LiveStream]:
-        """Those that the engine does not know yet."""
-        return [stream for stream in self._streams.values() if not stream.is_submitted]
+    def submitted(self, stream: LiveStream) -> None:
+        """The engine knows the request from now on, and will say how it ends."""
+        stream.is_submitted = True
+        del self._waiting_here[stream.request_id]
+
+    def waiting_here(self) -> Collection[LiveStream]:
+        """Those that the engine does not know yet; good until the next one comes or goes."""
+        return self._waiting_here.values()
 
     @property
     def is_refusing(self) -> bool:
@@ -225,6 +231,7 @@ class LiveStreams:
 
     def _forget(self, request_id: str) -> None:
         self._abandoned.discard(request_id)
+        self._waiting_here.pop(request_id, None)
         del self._streams[request_id]
         if not self._streams:
             self._idle.set()

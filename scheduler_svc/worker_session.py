@@ -15,7 +15,7 @@ is planned (engine.py), or what clients are told (answers.py).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
@@ -24,7 +24,7 @@ from protos.plan import StepPlan, StepResult
 from scheduler_svc.answers import Answers
 from scheduler_svc.core.absorb import absorb, why_not_the_result
 from scheduler_svc.core.admission import why_never_fits
-from scheduler_svc.core.state import State
+from scheduler_svc.core.state import InFlight, State
 from scheduler_svc.errors import ChairliftError, RequestFailed, Unavailable
 from scheduler_svc.events import ModelFacts, Status
 from scheduler_svc.ready_check import geometry_of, why_not_ready
@@ -34,7 +34,13 @@ from scheduler_svc.worker_link import Link, WorkerMessage
 
 logger = logging.getLogger(__name__)
 
-MAX_FAULTS: Final = 2  # failed steps after which a request that was in each of them fails
+# How often in a row a request must have been alone in a step that fails, or in which the worker is
+# lost, before it is the request that fails. A worker dies of many things; one that another takes
+# the place of may not have died at all.
+TRIES_IF_FAULTY: Final = 2
+TRIES_IF_LOST: Final = 3
+TRIES_IF_REPLACED: Final = 5
+NOT_A_STEP: Final = 0  # nobody is to blame
 MAX_ERROR: Final = 2000  # characters that are passed on of a worker's error
 MAX_LOADING: Final = 8  # workers that load at the same time
 # Sessions may end one after the other, without a result between them, this often at once; then
@@ -131,7 +137,8 @@ class WorkerSession:
         elif kind == "heartbeat":
             self._on_heartbeat(worker, envelope.heartbeat)
         elif kind == "bye":
-            self._lose(worker, f"it says goodbye: {envelope.bye.reason or 'no reason given'}")
+            why = f"it says goodbye: {envelope.bye.reason or 'no reason given'}"
+            self._lose(worker, why, TRIES_IF_LOST if envelope.bye.is_failure else NOT_A_STEP)
         elif worker is not self._serving:
             self._on_newcomer(worker, envelope)
         elif message.result is not None:
@@ -145,7 +152,7 @@ class WorkerSession:
         now = self._clock()
         known = self._worker(boot_id)
         if known is not None:
-            self._forget(known, "it says Hello anew")
+            self._forget(known, "it says Hello anew", TRIES_IF_REPLACED)
         if hello.is_standby and self._everyone():
             self._link.drop(boot_id)
             return
@@ -196,7 +203,7 @@ class WorkerSession:
 
     def _dismiss(self, worker: Worker, successor: Worker) -> None:
         """The worker stays at hand, in case its successor goes away."""
-        self._forget(worker, f"the worker on {successor.name} takes over")
+        self._forget(worker, f"the worker on {successor.name} takes over", TRIES_IF_REPLACED)
         self._link.drop(worker.boot_id, f"the worker on {successor.name} took over")
 
     def _give_up(self, worker: Worker, error: str) -> None:
@@ -270,32 +277,23 @@ class WorkerSession:
             return
         error = fault.error[:MAX_ERROR]
         logger.error("step %d failed in the worker: %s", fault.step_id, error)
-        suspects = {
-            request.request_id
-            for step in self._state.in_flight
-            if step.step_id == fault.step_id
-            for request in step.requests
-        }
+        # the plan behind it was not begun
+        failed = [step for step in self._state.in_flight if step.step_id == fault.step_id]
         self._make_text()
         # steps are counted on, so that a result of a step before the fault is known as late
         self._state.lose_worker(self._state.geometry, self._state.next_step_id)
-        for answer in self._answers:
-            if answer.request.request_id in suspects:
-                answer.num_faults += 1
-                if answer.num_faults >= MAX_FAULTS:
-                    why = f"the step that computes it fails: {error}"
-                    self._fail(answer.request.request_id, why)
+        self._blame(failed, f"the step that computes it fails: {error}", TRIES_IF_FAULTY)
         resume = link_pb2.Resume(next_step_id=self._state.next_step_id)
         self.send(link_pb2.Envelope(resume=resume))
 
     def _lose_worker(self, why: str) -> None:
-        """Ends the session of the worker that serves."""
+        """Ends the session of the worker that serves, over what it did with a step."""
         if self._serving is not None:
-            self._lose(self._serving, why)
+            self._lose(self._serving, why, TRIES_IF_FAULTY)
 
-    def _lose(self, worker: Worker, why: str) -> None:
+    def _lose(self, worker: Worker, why: str, tries_alone: int = TRIES_IF_LOST) -> None:
         """Ends a session. The worker is told, and may offer itself again."""
-        self._forget(worker, why)
+        self._forget(worker, why, tries_alone)
         self._link.drop(worker.boot_id, why)
         self._num_lost += 1
         if self._num_lost > FREE_TRIES:
@@ -303,7 +301,7 @@ class WorkerSession:
             self._next_hello_at = self._clock() + pause
         self._set_worker_status()
 
-    def _forget(self, worker: Worker, why: str) -> None:
+    def _forget(self, worker: Worker, why: str, tries_alone: int) -> None:
         """The requests of one that serves wait for the next one."""
         if worker is not self._serving:
             logger.warning("worker on %s gone before it served: %s", worker.name, why)
@@ -313,8 +311,22 @@ class WorkerSession:
             "worker lost: %s; %d requests wait for the next one", why, len(self._answers)
         )
         self._serving = None
+        in_flight = list(self._state.in_flight)
         self._make_text()
         self._state.lose_worker()
+        if tries_alone != NOT_A_STEP:
+            why = f"the worker is lost in the step that computes it: {why}"
+            self._blame(in_flight, why, tries_alone)
+
+    def _blame(self, failed: Sequence[InFlight], why: str, tries_alone: int) -> None:
+        """One of these steps has failed: fails who is guilty of that, and says who may be."""
+        suspects = self._state.suspects
+        reached = [reach for step in failed for reach in step.reaches()]
+        for request_id in suspects.blame(reached, tries_alone):
+            logger.error("request %s fails: %s", request_id, why)
+            self._fail(request_id, why)
+        if suspects.is_active:
+            logger.warning("suspected of a failed step: %s; they run apart", suspects)
 
     def _everyone(self) -> list[Worker]:
         loading = list(self._loading.values())

@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     _raise_descriptor_limit()
     build_ahead()  # a compiler works beside the imports
     link = None
-    reason = "the worker failed"
+    reason, is_failure = "the worker failed", True
     try:
         if not sys.stderr.isatty():
             # transformers' progress bars; in a log they are noise, and our own lines tell the same
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         reason = "the model cannot be loaded, or the device failed"
         return code
     except SystemExit:
-        reason = "the worker was told to stop"
+        reason, is_failure = "the worker was told to stop", False
         raise
     except (ValueError, OSError) as error:
         logger.error("%s", error)
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         systemd.notify("STOPPING=1")
         if link is not None:
-            link.close(reason)
+            link.close(reason, is_failure)
         logger.info("%s", reason)
 
 

@@ -90,7 +90,8 @@ class Completion:
             except Exception as error:
                 logger.critical("a launched step failed: %s", error, exc_info=error)
                 self._failure = error
-                self._link.close(f"the device failed: {error}")  # ends the session, too
+                # ends the session, too
+                self._link.close(f"the device failed: {error}", is_failure=True)
                 continue
             self._end(result.step_id)
             self._session.send_result(

@@ -213,11 +213,14 @@ class Link:
         """What the heartbeats say: idle, loading, capturing, compiling or step; from any thread."""
         self._busy = (busy, step_id, progress)
 
-    def close(self, reason: str) -> None:
-        """Says Bye and stops the I/O thread; what was sent before still goes out."""
+    def close(self, reason: str, is_failure: bool = False) -> None:
+        """Says Bye and stops the I/O thread; what was sent before still goes out.
+
+        `is_failure`: a step may be the cause.
+        """
         if self._context.closed:
             return
-        self._goodbye = reason
+        self._goodbye = link_pb2.Bye(reason=reason, is_failure=is_failure)
         self._hand_over(None)
         self._thread.join()
         self._wake.close()
@@ -351,7 +354,7 @@ class Link:
             if message is None:
                 if self._session is not None:
                     self._dealer.linger = 1000  # milliseconds for what is still to be sent
-                    bye = link_pb2.Envelope(bye=link_pb2.Bye(reason=self._goodbye))
+                    bye = link_pb2.Envelope(bye=self._goodbye)
                     self._dealer.send(self._session._seal(bye), zmq.NOBLOCK)
                 return False
             if message.session is self._session:

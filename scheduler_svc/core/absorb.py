@@ -86,6 +86,8 @@ def absorb(state: State, result: StepResult) -> Absorbed:
             if step.requests[place].state is not RequestState.FINISHED
         ]
     _take_tokens(state, step, result.token_ids, is_tenant, is_finite, absorbed)
+    if state.suspects.is_active:
+        state.suspects.came_back(step.reaches())
     _release_ended(state, step)
     return absorbed
 

@@ -55,7 +55,7 @@ class FullAttentionAllocator:
     @property
     def num_cached(self) -> int:
         """Free blocks with content, those of the pool's chunks included."""
-        return len(self.name_of) - int((self.owners[list(self.name_of)] > 0).sum())
+        return int(np.count_nonzero((self.stamps > 0) & (self.owners == 0)))
 
     def first_page(self, position: int) -> int:
         """The first page that a query at this position reads."""

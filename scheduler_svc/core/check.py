@@ -88,6 +88,7 @@ def check(state: State) -> None:
             request,
         )
     _require(len(state.pending) == len(waiting), "the queue holds others", len(state.pending))
+    _require(state.num_live == len(list(state.live())), "the live are miscounted", state.num_live)
     order = [state.policy.urgency(request) for request in state.pending.in_order()]
     _require(order == sorted(order), "the queue is out of order", order)
 

@@ -90,6 +90,7 @@ def commit(state: State, decision: Decision) -> InFlight | None:
     state.left_out = decision.left_out
     state.next_step_id += 1
     state.in_flight.append(step)
+    state.suspects.took_turn(requests[0])
     return step
 
 

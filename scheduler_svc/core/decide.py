@@ -32,17 +32,32 @@ from scheduler_svc.core.shortage import active_requests, by_kind, relieve
 from scheduler_svc.core.state import State
 from scheduler_svc.core.static_batches import fill_static_batch
 from scheduler_svc.core.step_time import PromptTime
+from scheduler_svc.core.suspects import Cell
 
 LOOK_AHEAD: Final = 4  # waiting requests looked at per step, times the number of rows
 
 
 def decide(state: State) -> Decision:
     """The next step, given everything the state says; the same state gives the same decision."""
+    for cell in state.suspects.turns():
+        decision = _decide_for(state, cell)
+        if not decision.is_empty:
+            break
+    return decision
+
+
+def _decide_for(state: State, cell: Cell | None) -> Decision:
+    """A step that computes only this cell's requests (suspects.py), or anybody's."""
     batch = Batch(state)
     victims, favoured = choose_victims(state, batch.room)
+    if cell is not None and favoured is not None and state.suspects.cell_of(favoured) is not cell:
+        batch, victims, favoured = Batch(state), [], None  # room is made for it when it is its turn
     spared = candidates(state, {request.row for request in victims})
+    if cell is not None:
+        running, cell_of = state.rows.running, state.suspects.cell_of
+        spared = spared[[cell_of(running[row]) is cell for row in spared.tolist()]]
     decodes = state.rows.is_decoding[spared]
-    newcomers = Newcomers(state, batch, favoured, victims)
+    newcomers = Newcomers(state, batch, favoured, victims, cell)
     if state.policy.holds_finished:
         fill_static_batch(state, batch)
     elif state.step_cost.aim and (len(state.pending) or not decodes.all()):
@@ -123,10 +138,16 @@ class Newcomers:
     """Admits waiting requests to a batch."""
 
     def __init__(
-        self, state: State, batch: Batch, favoured: Request | None, victims: list[Request]
+        self,
+        state: State,
+        batch: Batch,
+        favoured: Request | None,
+        victims: list[Request],
+        cell: Cell | None,
     ) -> None:
         """The favoured one joins whatever the margin; the victims' rows are free for it."""
         self.favoured = favoured
+        self._cell = cell
         self._state = state
         self._batch = batch
         self._rows = state.rows.next_free(state.rows.num_free)
@@ -153,6 +174,8 @@ class Newcomers:
                 return
             if request.num_in_flight:
                 return  # preempted while a plan names it: a token may still come back
+            if self._cell not in (None, state.suspects.cell_of(request)):
+                return  # its turn comes; to overtake it could starve it
             begins = admission(state, request, rows, self._promised)
             if begins is None:
                 continue  # somebody is computing what it needs next

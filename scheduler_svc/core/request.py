@@ -103,6 +103,7 @@ class Request:
     num_cached_tokens: int = 0  # found in the prefix cache at its first admission
     was_admitted: bool = False
     may_match: bool = True  # the prefix cache
+    was_wedged: bool = False  # nothing could be planned, and that was put down to it
     names: list[bytes] = field(default_factory=list)  # of its full blocks, as far as asked for
     awaited: bytes | None = None  # name of the last block that another is filling for it
     hit: Hit | None = None  # what was found in the prefix cache at the last look

@@ -35,6 +35,7 @@ from scheduler_svc.core.request import (
 )
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.step_time import StepCost, aim_of
+from scheduler_svc.core.suspects import Suspects
 
 
 @dataclass(slots=True)
@@ -68,6 +69,12 @@ class InFlight:
     transfers: Transfers
     freed_swap: list[tuple[int, Int32]]  # (group, swap blocks), free once the plan has returned
 
+    def reaches(self) -> list[tuple[Request, int]]:
+        """Whom the step computes or forks off, and the end of that, in tokens of the request."""
+        forks = self.requests[len(self.rows) :]
+        ends = self.ends.tolist() + [sibling.num_prompt_tokens for sibling in forks]
+        return list(zip(self.requests, ends, strict=True))
+
 
 @dataclass(slots=True)
 class Counters:
@@ -88,7 +95,9 @@ class State:
         self.policy = policy
         # request_id → the request and its siblings, as far as they live; in order of arrival
         self.requests: dict[str, list[Request]] = {}
+        self.num_live = 0  # of them, siblings counted each
         self.pending = PendingQueue()
+        self.suspects = Suspects()
         self.counters = Counters()
         self.next_ticket = 0
         self.next_step_id = 0
@@ -97,6 +106,11 @@ class State:
         # ran, and found no place in the last plan's cache budget; whoever waits longest first
         self.left_out: tuple[Request, ...] = ()
         self._set_memory(geometry)
+
+    @property
+    def plans_allowed(self) -> int:
+        """How many plans may be without a result."""
+        return 1 if self.suspects.is_active else self.limits.max_plans_in_flight
 
     def _set_memory(self, geometry: Geometry) -> None:
         self.geometry = geometry
@@ -149,6 +163,7 @@ class State:
             for index in range(1, new.n)
         ]
         self.next_ticket += new.n
+        self.num_live += new.n
         self.requests[new.request_id] = [first, *first.siblings]
         self.wait(first)
         return [first, *first.siblings]
@@ -156,6 +171,20 @@ class State:
     def wait(self, request: Request) -> None:
         """Puts a request into the queue, in the place that the policy gives it."""
         self.pending.add(request, self.policy.urgency(request))
+
+    def num_queued(self) -> int:
+        """Waiting requests that no row is free for."""
+        free = self.rows.num_free
+        num_running = len(self.rows.running) - int(self.rows.is_finished[self.rows.order()].sum())
+        if self.num_live - num_running <= free:
+            return 0
+        num_queued = len(self.pending)
+        for request in self.pending.in_order():
+            free -= 1 + len(request.siblings)
+            if free < 0:
+                break
+            num_queued -= 1
+        return num_queued
 
     def live(self) -> Iterator[Request]:
         """Every live request and sibling, in order of arrival."""
@@ -168,15 +197,16 @@ class State:
         assert request.state is not RequestState.FINISHED, f"{request.name} ended already"
         if request in self.pending:
             self.pending.remove(request)
-        if request.swapped is not None:
-            self._drop_swapped(request, request.swapped)
+        self.drop_swapped(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.stop_token_id = stop_token_id
         family = self.requests[request.request_id]
         family.remove(request)
+        self.num_live -= 1
         if not family:
             del self.requests[request.request_id]
+        self.suspects.ended(request, is_last=not family)
         siblings, request.siblings = request.siblings, []
         for sibling in siblings:
             self.finish(sibling, reason)
@@ -282,14 +312,17 @@ class State:
         at once, and who was to be offloaded is computed again, as after a soft reset."""
         for request, _ in list(self.transfers.quarantined):
             assert request.swapped is not None, f"{request.name} has no KV to lose"
-            self._drop_swapped(request, request.swapped)
+            self.drop_swapped(request)
             self.counters.offloads -= 1
             self.counters.soft_resets += 1
 
-    def _drop_swapped(self, request: Request, swapped: Swapped) -> None:
-        """Gives swap blocks back; while plans are in flight, with the newest one's result."""
+    def drop_swapped(self, request: Request) -> None:
+        """Gives an offloaded request's swap blocks back, if it is offloaded; while plans are in
+        flight, with the newest one's result."""
+        if request.swapped is None:
+            return
+        freed = list(enumerate(request.swapped.blocks))
         request.swapped = None
-        freed = list(enumerate(swapped.blocks))
         # copies that no plan has carried yet are not made any more
         places = {(group, block) for group, blocks in freed for block in blocks.tolist()}
         self.transfers.swap_out = [

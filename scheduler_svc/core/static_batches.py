@@ -45,8 +45,10 @@ def _admit_batch(state: State, batch: Batch) -> None:
     new_rows = state.rows.next_free(state.rows.num_free)
     nothing = np.zeros(0, np.int32)
     groups = len(state.allocators)
+    cell = None
     for request, row in zip(state.pending.in_order(), new_rows, strict=False):
-        if request.num_in_flight:
+        cell = cell or state.suspects.cell_of(request)
+        if request.num_in_flight or cell is not state.suspects.cell_of(request):
             return
         admission = Admission(request, (row,), 0, (0,) * groups, (nothing,) * groups)
         if batch.tokens_left:

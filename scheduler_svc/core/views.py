@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler_svc.core.request import NO_ROW, Request
+from scheduler_svc.core.request import NO_ROW, Request, RequestState
 from scheduler_svc.core.state import State
 
 
@@ -69,9 +72,28 @@ class CacheView:
     soft_resets: int
 
 
-def list_requests(state: State) -> list[RequestView]:
-    """Every live request, in order of arrival."""
-    return [_view(state, request) for request in state.live()]
+def list_requests(state: State, wanted: str = "", limit: int = 100) -> list[RequestView]:
+    """Live requests, and siblings, in order of arrival: those in the state `wanted`, if not
+    empty, and at most `limit`. Costs what they and the rows are, not what waits behind them."""
+    requests: Iterable[Request] = state.live()
+    if wanted in (RequestState.PREFILLING, RequestState.DECODING):
+        requests = sorted(state.rows.running.values(), key=lambda request: request.ticket)
+    if wanted:
+        requests = (request for request in requests if request.state == wanted)
+    if wanted == RequestState.FINISHED:
+        requests = ()  # they are not live
+    return [_view(state, request) for request in itertools.islice(requests, limit)]
+
+
+def count_requests(state: State, wanted: str = "") -> int:
+    """How many there are, without a limit."""
+    if not wanted:
+        return state.num_live
+    with_row = Counter(request.state for request in state.rows.running.values())
+    with_row.pop(RequestState.FINISHED, None)
+    if wanted == RequestState.PENDING:
+        return state.num_live - with_row.total()
+    return with_row[RequestState(wanted)]
 
 
 def get_request(state: State, request_id: str) -> RequestDetail | None:

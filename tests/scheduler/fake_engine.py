@@ -172,10 +172,15 @@ class FakeEngine:
         )
 
 
+def _listed(engine: FakeEngine, wanted: str) -> list[Any]:
+    return [one for one in engine.answers["list_requests"] if not wanted or one.state == wanted]
+
+
 def fake_views() -> SimpleNamespace:
     """In the place of scheduler_svc/core/views.py: the answers that the test put in the engine."""
     return SimpleNamespace(
-        list_requests=lambda engine: engine.answers["list_requests"],
+        list_requests=lambda engine, wanted, limit: _listed(engine, wanted)[:limit],
+        count_requests=lambda engine, wanted: len(_listed(engine, wanted)),
         get_request=lambda engine, request_id: engine.answers["get_request"].get(request_id),
         get_cache=lambda engine: engine.answers["get_cache"],
     )

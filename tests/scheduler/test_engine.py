@@ -194,11 +194,12 @@ def test_a_model_that_is_refused_fails_everybody_with_the_reason() -> None:
 
 def test_refusals() -> None:
     """A second request with a live id, a full queue, a request that can never fit."""
-    bench = Bench(max_queue_size=1)
+    bench = Bench(max_queue_size=1, num_rows=1)
     bench.connect()
     bench.submit("a", [1])
     bench.submit("a", [2])
     bench.submit("queued", [1])
+    bench.submit("too many", [1])
     bench.turn()
     assert [type(e.error) for e in bench.events if isinstance(e, Failed)] == [
         DuplicateRequest,

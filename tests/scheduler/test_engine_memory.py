@@ -226,3 +226,18 @@ def test_the_cache_of_a_hybrid_model() -> None:
     assert cache.tokens_stored == 11 + 7
     sliding_chunks = cache.chunks_total - cache.chunks_free - 3
     assert cache.utilisation == 18 / (3 * 4 + sliding_chunks * 2 * 4)
+
+
+def test_a_worker_with_another_page_size_names_blocks_anew() -> None:
+    """A prompt finds, under a name of its first four tokens, the KV of five that are another's."""
+    bench = Bench(num_rows=2)
+    bench.connect()
+    prompts = {"a": [1, 2, 3, 4, 5, 6], "b": [1, 2, 3, 4, 9, 9]}
+    for request_id, prompt in prompts.items():
+        bench.submit(request_id, prompt, 8)
+    bench.step(2)
+    bench.link.geometry = Geometry(5, 12 + 2, 64, GEOMETRY.groups, max_model_len=32)
+    bench.connect()
+    bench.serve()
+    for request_id, prompt in prompts.items():
+        assert bench.tokens(request_id) == right(prompt, 8), request_id

@@ -79,7 +79,7 @@ async def test_a_live_id_is_taken(streams: LiveStreams) -> None:
 async def test_an_abandoned_id_stays_taken_until_the_engine_says_so(streams: LiveStreams) -> None:
     """Late events of the first request would reach the second."""
     stream = streams.open("a")
-    stream.is_submitted = True
+    streams.submitted(stream)
     streams.close(stream)
     with pytest.raises(DuplicateRequest):
         streams.open("a")
@@ -104,7 +104,7 @@ async def test_idle_means_that_nothing_is_live(streams: LiveStreams) -> None:
 async def test_refusing_and_failing(streams: LiveStreams) -> None:
     """What a drain does: nobody new, those that wait here first, the rest at its end."""
     here, there = streams.open("here"), streams.open("there")
-    there.is_submitted = True
+    streams.submitted(there)
     error = Unavailable("draining")
     streams.refuse(error)
     with pytest.raises(Unavailable, match="draining"):
@@ -169,7 +169,7 @@ async def test_an_abandoned_family_is_live_until_its_last_sibling_ends(
 ) -> None:
     """The first sibling's end frees the id while others still send."""
     stream = streams.open("a", 2)
-    stream.is_submitted = True
+    streams.submitted(stream)
     streams.close(stream)
     streams.deliver([ended_unseen("a", 1), Delta("a", 0, [1], "late")])
     await settle()

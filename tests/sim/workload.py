@@ -164,7 +164,7 @@ class Simulation:
 
     def plan(self) -> bool:
         """Plans and sends one step if one may be in flight and there is something to do."""
-        if len(self.state.in_flight) >= self.setup.max_plans_in_flight:
+        if len(self.state.in_flight) >= self.state.plans_allowed:
             return False
         decision = decide(self.state)
         may_recall = bool(self.state.transfers.quarantined)
