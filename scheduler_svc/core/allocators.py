@@ -34,9 +34,8 @@ class FullAttentionAllocator:
         self.cached: dict[int, None] = {}  # those with content, least recently used first
         self.name_of: dict[int, Name] = {}  # block → name, whether owned or free
         self.block_of: dict[Name, int] = {}
-        # [block] counts publications, 0 without a name: equal later, so is the content
+        # [block] how often its name was forgotten: a named block has it still if this is unchanged
         self.stamps = np.zeros(len(self.owners), np.int64)
-        self._num_published = 0
 
     @property
     def num_blocks(self) -> int:
@@ -106,15 +105,13 @@ class FullAttentionAllocator:
         if name not in self.block_of and block not in self.name_of:
             self.block_of[name] = block
             self.name_of[block] = name
-            self._num_published += 1
-            self.stamps[block] = self._num_published
 
     def forget(self, block: int) -> None:
         """Takes a block's name away; if it is free, it has no content any more."""
         name = self.name_of.pop(block, None)
         if name is not None:
             del self.block_of[name]
-            self.stamps[block] = 0
+            self.stamps[block] += 1
             if block in self.cached:
                 del self.cached[block]
                 self.free[block] = None

@@ -35,21 +35,21 @@ class BlockNames:
     def of(self, request: Request, count: int) -> list[Name]:
         """Names of at least the request's first `count` full blocks. Read only."""
         names = request.names
-        if count and not names:
-            self._add(request)
-            self._copy(request)
-        while len(names) < count:
-            self._add(request)
+        if len(names) < count:
+            if not names:
+                self._hash(request, 1)
+                self._copy(request)
+            self._hash(request, count)
         return names
 
-    def _add(self, request: Request) -> None:
-        names = request.names
-        start = len(names) * self._page_size
-        tokens = request.prompt[start : start + self._page_size].tobytes()
-        if start + self._page_size > request.num_prompt_tokens:
-            tokens = array.array("i", request.token_ids[start : start + self._page_size]).tobytes()
+    def _hash(self, request: Request, count: int) -> None:
+        """Makes those that are missing."""
+        names, size = request.names, self._page_size
         parent = names[-1] if names else _root(request.cache_salt)
-        names.append(hashlib.blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest())
+        for start in range(len(names) * size, count * size, size):
+            tokens = array.array("i", request.token_ids[start : start + size]).tobytes()
+            parent = hashlib.blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest()
+            names.append(parent)
 
     def _copy(self, request: Request) -> None:
         """Takes the names of whatever part another prompt has in common; the first is made."""

@@ -73,7 +73,8 @@ def _decide_for(state: State, cell: Cell | None) -> Decision:
         elif phase is Phase.PREFILLING:
             _add_prefilling(state, batch, spared[~decodes], newcomers)
         else:
-            newcomers.add([] if favoured is None else [favoured])
+            if favoured is not None:
+                newcomers.add([favoured])
             newcomers.add(state.pending.in_order())
     victims += relieve(state, batch, victims)
     return batch.decision(*by_kind(state, victims))
@@ -158,7 +159,7 @@ class Newcomers:
     def add(self, requests: Iterable[Request]) -> None:
         """As many of them as there is room for, in this order."""
         state, batch = self._state, self._batch
-        if batch.stalled or batch.left_out:
+        if batch.stalled or batch.left_out or not len(state.pending):
             return  # first those that run
         has_margin = batch.has_margin()
         for request in islice(requests, LOOK_AHEAD * state.rows.num_rows):

@@ -61,7 +61,7 @@ class NewRequest:
 class Hit:
     """Blocks that a request can share: for each group its table from first_pages on.
 
-    A block whose stamp has changed holds something else by now (allocators.py).
+    A block whose stamp has changed may hold something else by now (allocators.py).
     """
 
     num_pages: int

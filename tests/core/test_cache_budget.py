@@ -60,7 +60,7 @@ def test_a_shared_page_counts_once(n: int, budget: int) -> None:
 def test_by_default_whatever_the_pool_holds_is_read() -> None:
     """Other groups' windows, shared pages or tails restrict what the memory has room for."""
     setup = Setup(num_blocks=60, groups=((0, 2), (9, 3)), max_model_len=64)
-    requests = random_requests(np.random.default_rng(3), 60, prefixes=2, fork_share=0.3)
+    requests = random_requests(np.random.default_rng(3), 30, prefixes=2, fork_share=0.3)
     free, whole = (
         run_workload(replace(setup, cache_budget=budget), requests, keep_trace=True)
         for budget in (0, 10**6)
@@ -104,7 +104,7 @@ def test_the_more_urgent_do_not_wait_for_their_turn() -> None:
 
 def test_turns_change_no_token() -> None:
     """Taking turns loses a row's place, its memory or a token."""
-    for seed in range(3):
+    for seed in range(2):
         requests = random_requests(np.random.default_rng(seed), 40, prefixes=2, fork_share=0.2)
         setup = Setup(cache_budget=14, num_blocks=30, max_model_len=64, swap_chunks=10)
         assert run_workload(setup, requests, seed=seed, abort_share=0.2).tail_copies
