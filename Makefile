@@ -2,6 +2,7 @@
 #   make demo        set everything up, serve the embedded model, watch answers stream
 #   make test        all tests but the slow ones
 #   make test-slow   the slow ones
+#   make lives       random lives that no run has seen; LIVES_SECONDS=600 each
 #   make guards      optimised parts against their plain twins: five minutes
 #   make bench       every measurement, long; BENCH="--requests 6 --turns 1" for a taste
 #   make lint        ruff and mypy
@@ -19,7 +20,7 @@ PACKAGES := protos scheduler_svc worker client
 export OMP_WAIT_POLICY ?= passive
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help demo test test-slow guards bench lint format protos wheel clean
+.PHONY: help demo test test-slow lives guards bench lint format protos wheel clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -32,6 +33,10 @@ test: $(VENV)/installed
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow --timeout 3600
+
+lives: $(VENV)/installed
+	$(BIN)/python -m pytest -m slow tests/scheduler/test_random_lives.py \
+		tests/e2e/test_random_clients.py
 
 guards: $(VENV)/installed
 	$(BIN)/python -m pytest tests/bench/test_*_guards.py tests/bench/test_yardstick.py \

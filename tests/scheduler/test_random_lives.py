@@ -1,25 +1,22 @@
-"""Random lives of the engine (random_lives.py): some fixed ones always, fresh ones for as long as
-CHAIRLIFT_RANDOM_SECONDS says (600) under `make test-slow`.
+"""Random lives of the engine (random_lives.py): some fixed ones always, fresh ones by `make lives`.
 
 A seed that fails is printed with what went wrong, and is the bug report: add it to REGRESSIONS.
 """
 
 from __future__ import annotations
 
-import os
-import secrets
-import time
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
+from tests.fresh_seeds import SECONDS, fresh_seeds
 from tests.scheduler.random_lives import Life
 
 # Seeds of lives that went wrong once. What a seed means changes with random_lives.py: what one has
 # found also needs a test of its own.
 REGRESSIONS: list[int] = []
 SEEDS = [*REGRESSIONS, *range(1, 13)]
-SECONDS = float(os.environ.get("CHAIRLIFT_RANDOM_SECONDS", "600"))
 
 
 def test_the_same_lives_every_time() -> None:
@@ -43,12 +40,11 @@ def test_a_seed_is_a_life() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 300)
-def test_lives_nobody_has_seen() -> None:
+def test_lives_nobody_has_seen(show: Callable[[str], None]) -> None:
     """As above, in rarer orders of events."""
-    end, count = time.monotonic() + SECONDS, 0
-    while time.monotonic() < end or not count:
-        live(secrets.randbits(48))
-        count += 1
+    for count, seed in enumerate(fresh_seeds(), start=1):
+        live(seed)
+    show(f"engine: {count} random lives, the last one with seed {seed}")
 
 
 def live(seed: int) -> Counter[str]:
