@@ -1,7 +1,7 @@
 """Seeds that no run has used before, for the tests that play random lives (`make lives`).
 
-LIVES_SECONDS (600) says for how long each of them plays; LIVES_SEED, which seed comes first, so that
-what a run found can be seen again: CI takes it from the commit, any other run a random one.
+LIVES_SECONDS (600) says for how long each of them plays; LIVES_SEED, which seed comes first, so
+that what a run found can be seen again: CI takes it from the commit, any other run a random one.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class MortalWorker(MemoryLink):
         self._todo: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="shadow worker")
 
-    def start(self, on_message: Callable[[WorkerMessage], None]) -> None:
+    def start(self, on_message: Callable[[WorkerMessage], None], on_death: Any = None) -> None:
         super().start(on_message)
         self._thread.start()
         self._todo.put(self.hello)
@@ -312,8 +312,14 @@ async def live(seed: int, calls: int) -> Outcome:
     chance = random.Random(seed)
     num_rows = chance.choice((3, 6))
     policy = POLICIES[chance.choice(("fifo", "prefill_first", "priority"))]
-    config = Config(host="127.0.0.1", port=0, max_batch_tokens=24, max_requests_per_batch=num_rows)
     memory = geometry(chance)
+    config = Config(
+        host="127.0.0.1",
+        port=0,
+        page_size=memory.page_size,
+        max_batch_tokens=24,
+        max_requests_per_batch=num_rows,
+    )
     limits = Limits(
         config.max_batch_tokens,
         num_rows,
