@@ -54,7 +54,8 @@ class FullAttentionAllocator:
     @property
     def num_cached(self) -> int:
         """Free blocks with content, those of the pool's chunks included."""
-        return int(np.count_nonzero((self.stamps > 0) & (self.owners == 0)))
+        named = np.fromiter(self.name_of, np.int32, len(self.name_of))
+        return int(np.count_nonzero(self.owners[named] == 0))
 
     def first_page(self, position: int) -> int:
         """The first page that a query at this position reads."""

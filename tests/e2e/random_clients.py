@@ -44,6 +44,7 @@ from tests.shadow_worker import expected_tokens
 
 VOCAB_SIZE = 90  # the first tokens of a byte-level vocabulary: whole characters
 CLIENTS = 8
+PEACE = 60  # plans between two misfortunes: a request that meets several in a row is to blame
 SECONDS = 60.0  # longer than any call takes, however busy the machine is
 
 
@@ -55,6 +56,7 @@ class MortalWorker(MemoryLink):
         self.deaths = self.faults = 0
         self.is_mortal = True
         self._is_deaf = False
+        self._peace = 0  # plans until the next misfortune may come
         self._chance = chance
         self._todo: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="shadow worker")
@@ -85,7 +87,10 @@ class MortalWorker(MemoryLink):
         if plan is None:
             self._is_deaf &= kind not in ("configure", "resume")
             return
-        fate = self._chance.random() if self.is_mortal else 1.0
+        self._peace -= 1
+        fate = self._chance.random() if self.is_mortal and self._peace < 0 else 1.0
+        if fate < 0.004:
+            self._peace = PEACE
         if fate < 0.002:
             self.deaths += 1
             self._is_deaf = True

@@ -300,6 +300,9 @@ def check_seed(seed: int, depth: int, address: str, healthy: queue.SimpleQueue[s
 
 @pytest.fixture
 def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short pauses; and no request is held to be the cause, however often the worker is wrong."""
+    for kind in ("FAULTY", "LOST", "WRONG", "REPLACED"):
+        monkeypatch.setattr(f"scheduler_svc.worker_session.TRIES_IF_{kind}", 1_000_000)
     monkeypatch.setattr("scheduler_svc.worker_session.LONGEST_PAUSE", 0.1)
     monkeypatch.setattr("worker.link.STANDBY_SECONDS", 0.1)
 
