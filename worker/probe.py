@@ -117,7 +117,7 @@ def check_step(model: PreTrainedModel, observed: Observed, max_model_len: int) -
         ((one, other, one), (begin, end, begin)),
         ((one, other.flip(0), other), (begin, begin, begin)),
     ):
-        seen = _Seen(Masks())
+        seen = _Seen(Masks(are_made=False))
         with refusing(name), torch.inference_mode():
             logits, hidden = run_model(
                 model,
@@ -210,11 +210,14 @@ class _Seen:
                 f"{kind} attends with {num_heads} query heads to {shapes[1][1]} KV heads; the one "
                 f"must be a multiple of the other"
             )
-        if getattr(module, "is_causal", True) is False:
-            raise UnservedAttention(f"the attention of {kind} is not causal")
-        window = None if call.mask is None else self._masks.window_of(call.mask)
-        if isinstance(window, str):
-            raise UnservedAttention(f"the attention mask of {kind} {window}")
+        window: int | str | None = None
+        if call.mask is not None:
+            window = self._masks.window_of(call.mask)
+            if isinstance(window, str):
+                raise UnservedAttention(f"the attention mask of {kind} {window}")
+        elif self._masks.are_made and getattr(module, "is_causal", True) is False:
+            raise UnservedAttention(f"the attention of {kind} is not causal, and has no mask")
+        assert not isinstance(window, str)
         self.calls.append(_Call(module, query, key, value, call, window))
         grouped = query.shape[1] // key.shape[1]
         mixed = value + 0.1 * key
