@@ -24,7 +24,8 @@ _LONGEST_MASK: Final = 2**20  # positions that a mask's rule is asked about
 class Masks:
     """The masks that a model made, each with what its rule says."""
 
-    def __init__(self) -> None:
+    def __init__(self, are_made: bool = True) -> None:
+        self.are_made = are_made  # False in a step, which has no masks
         # kept, because a tensor that is gone leaves its address to another one
         self._made: list[tuple[torch.Tensor, int | str | None]] = []
 

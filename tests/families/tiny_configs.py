@@ -225,6 +225,11 @@ HINTS: Final[dict[str, dict[str, Any]]] = {
         **_DECODER, "axial_pos_embds": False, "attn_layers": ["local", "local"],
         "num_attention_heads": 2, "attention_head_size": 24, "feed_forward_size": _MLP,
     },
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
+    "zamba2": {"layer_types": ["linear_attention", "hybrid"] * 2, "mamba_headdim": 16},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
@@ -242,7 +247,6 @@ VARIANTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     ),
     "lfm2, conv": ("lfm2", {"full_attn_idxs": [1, 3]}),
     "opt, post-norm": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
-    "moshi, window": ("moshi", {"sliding_window": WINDOW}),
     "qwen2, windowed": (
         "qwen2", {"use_sliding_window": True, "max_window_layers": 2},
     ),

@@ -134,7 +134,11 @@ def test_a_layer_that_is_passed_over_is_refused(monkeypatch):
 
 @pytest.mark.parametrize(
     "mixed",
-    [lambda x: x.roll(1, dims=1), lambda x: x.mean(dim=1, keepdim=True), lambda x: x / x.max()],
+    [
+        lambda x: x.roll(1, dims=1),
+        lambda x: x.mean(dim=1, keepdim=True),
+        lambda x: x / x.amax(dim=1, keepdim=True),
+    ],
     ids=["the token before", "the mean of a step", "the largest of a step"],
 )
 def test_a_model_that_mixes_tokens_is_refused(monkeypatch, mixed):

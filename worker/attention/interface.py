@@ -35,7 +35,6 @@ _HARMLESS: Final = frozenset(
         "config",
         "deterministic",
         "dropout",
-        "head_mask",
         "logits_to_keep",
         "output_attentions",
         "output_hidden_states",
