@@ -111,6 +111,7 @@ def test_tensors_that_do_not_fit_are_named(checkpoint, change, message):
         ({"quantization_config": {"bits": 4}}, "quant_method is None"),
         ({"num_attention_heads": 0}, "ZeroDivisionError"),
         ({"hidden_size": "wide"}, "wide|str"),
+        ({"rms_norm_eps": float("nan")}, "its (logits|hidden states) are not finite"),
         ({"model_type": None}, "names no model_type"),
         ({"model_type": "foonet"}, "model_type is 'foonet', which transformers 5"),
         ({"model_type": "vit"}, "vit: .* no causal language model"),
@@ -174,7 +175,7 @@ def test_damaged_files_are_named(checkpoint):
 
 
 def test_old_files_of_tensors_are_looked_into(checkpoint):
-    """What torch before 1.6 wrote is no archive and cannot be mapped: codes went unnoticed there."""
+    """What torch before 1.6 wrote is no archive and cannot be mapped: codes went unnoticed."""
     tensors = load_file(checkpoint.weights)
     checkpoint.weights.unlink()
     target = checkpoint.folder / "pytorch_model.bin"
