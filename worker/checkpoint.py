@@ -13,7 +13,10 @@ read can be served (model_check.py, geometry.py).
 from __future__ import annotations
 
 import json
+import traceback
+import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -99,15 +102,16 @@ def read_model(
     stored = stored_tensors(path, getattr(config, "transformers_weights", None))
     model: PreTrainedModel
     found: dict[str, Any]
-    model, found = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
-        path,
-        config=config,
-        dtype=dtype,
-        attn_implementation=attention,
-        trust_remote_code=False,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # then they are listed, and refused below with their names
-    )
+    with _naming_conversions(config.model_type):
+        model, found = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # then they are listed, and refused below by name
+        )
     report = Report(
         missing=frozenset(found["missing_keys"]),
         unexpected=frozenset(found["unexpected_keys"]),
@@ -118,6 +122,23 @@ def read_model(
         _refuse_codes(model, stored, report)
     _refuse_non_finite(model)
     return model
+
+
+@contextmanager
+def _naming_conversions(model_type: str) -> Iterator[None]:
+    """Experts that a file holds one by one are stacked while they load. Where that fails,
+    transformers' error names none of them; only a local variable of its last frame does."""
+    try:
+        yield
+    except RuntimeError as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        found = getattr(frames[-1].f_locals.get("loading_info"), "conversion_errors", None)
+        if not found:
+            raise
+        raise UnsupportedModel(
+            f"{model_type}: {count(list(found))} not to be made of what the weight files hold "
+            f"({min(found)}): parts of it are missing there, or of another shape or format"
+        ) from error
 
 
 def stored_tensors(path: str, file_name: str | None = None) -> dict[str, Stored]:
@@ -152,7 +173,8 @@ def _cached(path: str, name: str) -> Path | None:
 
 def _shards(index: Path) -> list[str]:
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
+        entries = json.loads(index.read_text())
+        weight_map, _ = entries["weight_map"], entries["metadata"]  # transformers needs both
         return sorted({str(shard) for shard in weight_map.values()})
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UnsupportedModel(
@@ -177,10 +199,15 @@ def _headers(file: Path) -> Iterator[tuple[str, Stored]]:
 
 
 def _pickled(file: Path) -> Iterator[tuple[str, Stored]]:
+    is_archive = zipfile.is_zipfile(file)  # torch before 1.6 wrote none, and cannot map its own
     try:
-        held = torch.load(file, map_location="meta", weights_only=True, mmap=True)
-    except Exception:  # an older format, or a damaged file: transformers reads it, or says so
-        return
+        held = torch.load(file, map_location="meta", weights_only=True, mmap=is_archive)
+    except Exception as error:
+        reason = (str(error).strip() or "it ends too early").splitlines()[0]
+        raise UnsupportedModel(
+            f"{file} ({file.stat().st_size:,} bytes) is damaged or no file of tensors: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
     if isinstance(held, Mapping):
         for name, tensor in held.items():
             if isinstance(tensor, torch.Tensor):

@@ -1,12 +1,13 @@
 """What a container or a unit may use of the machine: Linux's control groups, both versions.
 
 A process is in a group, and every group above it limits it too: a systemd unit in a slice, a
-container in a pod. What the least of them leaves is what there is. Page cache that is not in use
-counts in a group's memory, but the kernel gives it up before a limit is hit: a checkpoint that was
-just read is most of it.
+container in a pod. What the least of them leaves is what there is. Page cache counts in a group's
+memory, but the kernel gives it up before a limit is hit: a checkpoint that was just read is most of
+it, and that of one which was read before, after a restart, counts as active.
 
-Owns: reading /proc/self/cgroup and /sys/fs/cgroup. Does not own: what is done with it (memory.py,
-__main__.py). Standard library only. `root` is the file system's; tests have one of their own.
+Owns: reading /proc/self/cgroup, /proc/self/mountinfo and what is mounted there. Does not own: what
+is done with it (memory.py, __main__.py). Standard library only. `root` is the file system's; tests
+have one of their own.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _UNLIMITED: Final = 2**60  # version 1 writes "none" as the largest number of pa
 def free_memory(root: Path = _ROOT) -> int | None:
     """Bytes that the process may take before a limit is hit; None where there is no limit."""
     left = [
-        *_left(root, "", ("memory.max", "memory.high"), "memory.current", "inactive_file"),
+        *_left(root, "", ("memory.max", "memory.high"), "memory.current", ""),
         *_left(
             root,
             "memory",
             ("memory.limit_in_bytes",),
             "memory.usage_in_bytes",
-            "total_inactive_file",
+            "total_",
         ),
     ]
     return min(left, default=None)
@@ -43,14 +44,18 @@ def usable_threads(wanted: int, root: Path = _ROOT) -> int:
 
 
 def _left(
-    root: Path, controller: str, limits: tuple[str, ...], usage: str, unused: str
+    root: Path, controller: str, limits: tuple[str, ...], usage: str, of_all_below: str
 ) -> Iterator[int]:
     for group in _groups(root, controller):
         bounds = [bound for name in limits if (bound := _number(group / name)) is not None]
         used = _number(group / usage)
         if used is None or min(bounds, default=_UNLIMITED) >= _UNLIMITED:
             continue
-        used -= min(used, _entry(group / "memory.stat", unused))
+        cached = (
+            _entry(group / "memory.stat", f"{of_all_below}{kind}_file")
+            for kind in ("inactive", "active")
+        )
+        used -= min(used, sum(cached))
         yield max(0, min(bounds) - used)
 
 
@@ -67,19 +72,40 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of the process's group and of all above it, "" for version 2. Within a container
-    the mounted tree may begin at the container's own group, whatever its path says: folders that
-    are not there are left out by who reads them."""
+    """Folders of the process's group and of all above it, "" for version 2. Folders that are not
+    there are left out by who reads them."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controller not in controllers.split(","):
             continue
-        mounts = {"unified", ""} if not controller else {controller, controllers}
-        parts = PurePosixPath(path).parts[1:]
-        for mount in sorted(mounts):
+        for folder, first in _mounts(root, controller, controllers):
+            parts = PurePosixPath(path).parts[1:]
+            if parts[: len(first)] == first:
+                parts = parts[len(first) :]
             for length in range(0 if ".." in parts else len(parts), -1, -1):
-                yield root.joinpath("sys/fs/cgroup", mount, *parts[:length])
+                yield folder.joinpath(*parts[:length])
+
+
+def _mounts(
+    root: Path, controller: str, controllers: str
+) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Where the controller's tree is mounted, and the path of the group that it begins at: within a
+    container that may be the container's own group, while paths are the host's."""
+    is_known = False
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        mount, _, kind = line.partition(" - ")
+        columns, kinds = mount.split(" "), kind.split(" ")
+        if len(columns) < 5 or len(kinds) < 3:
+            continue
+        of_version_1 = kinds[0] == "cgroup" and controller in kinds[2].split(",")
+        if of_version_1 if controller else kinds[0] == "cgroup2":
+            is_known = True
+            folder = columns[4].replace("\\040", " ")
+            yield root / folder.lstrip("/"), PurePosixPath(columns[3]).parts[1:]
+    if not is_known:
+        for name in sorted({controller, controllers} if controller else {"", "unified"}):
+            yield root / "sys/fs/cgroup" / name, ()
 
 
 def _text(file: Path) -> str:

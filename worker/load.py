@@ -24,6 +24,7 @@ from worker.adapters import adapted_classes, place_positions
 from worker.attention.interface import ATTENTION_NAME, register
 from worker.checkpoint import read_config, read_model
 from worker.deterministic import check_dense
+from worker.embedded import ModelNotFound, resolve_model
 from worker.fusing import fuse_model
 from worker.geometry import Geometry, UnsupportedModel, check_layer_types, geometry_of
 from worker.model_check import check_config
@@ -71,8 +72,6 @@ def load_model(configure: link_pb2.Configure, progress: Progress) -> LoadedModel
     Raises UnsupportedModel (a ValueError) for a model that cannot be served, ValueError for a
     setting that it does not have, OSError where it cannot be found or read.
     """
-    from worker.embedded import resolve_model
-
     with _refusing(configure.model):
         path = resolve_model(configure.model, progress)
     return load_folder(path, configure, progress)
@@ -158,7 +157,10 @@ def _refusing(path: str) -> Iterator[None]:
     except MemoryError as error:
         raise MemoryError(_short_of_memory(path, error)) from error
     except ValueError as error:
-        if type(error) is ValueError:  # says what is wrong; those of parsers name no file
+        if type(error) in (
+            ValueError,
+            ModelNotFound,
+        ):  # says what is wrong; those of parsers name no file
             raise
         raise UnsupportedModel(f"{path}: {type(error).__name__}: {error}") from error
     except RuntimeError as error:

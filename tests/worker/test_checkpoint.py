@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.worker.conftest import load
-from tests.worker.tiny_models import llama
+from tests.worker.tiny_models import llama, phimoe
 from worker.geometry import UnsupportedModel
 
 Tensors = dict[str, torch.Tensor]
@@ -55,6 +56,10 @@ def renamed(prefix: str) -> Callable[[Tensors], Tensors]:
 
 def without(*names: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {k: v for k, v in tensors.items() if k not in names}
+
+
+class Unknown:
+    """Nothing that a file of tensors may hold."""
 
 
 def adding(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[Tensors], None]:
@@ -106,6 +111,7 @@ def test_tensors_that_do_not_fit_are_named(checkpoint, change, message):
         ({"quantization_config": {"bits": 4}}, "quant_method is None"),
         ({"num_attention_heads": 0}, "ZeroDivisionError"),
         ({"hidden_size": "wide"}, "wide|str"),
+        ({"rms_norm_eps": float("nan")}, "its (logits|hidden states) are not finite"),
         ({"model_type": None}, "names no model_type"),
         ({"model_type": "foonet"}, "model_type is 'foonet', which transformers 5"),
         ({"model_type": "vit"}, "vit: .* no causal language model"),
@@ -158,9 +164,38 @@ def test_damaged_files_are_named(checkpoint):
     for content in ("{", "[]", '{"weight_map": 3}'):
         index.write_text(content)
         checkpoint.refuses(r"index\.json is no index of weight files")
+    index.write_text('{"weight_map": {}}')
+    checkpoint.refuses(r"index\.json is no index of weight files: .*metadata")
     index.unlink()
-    (checkpoint.folder / "pytorch_model.bin").write_bytes(whole[:1000])
-    checkpoint.refuses("tiny: ")
+    pickled = checkpoint.folder / "pytorch_model.bin"
+    torch.save({"lm_head.weight": torch.ones(211, 48)}, pickled)
+    for content in (pickled.read_bytes()[:5000], b"", whole[:1000], pickle.dumps({"a": Unknown()})):
+        pickled.write_bytes(content)
+        checkpoint.refuses(r"pytorch_model\.bin \([\d,]+ bytes\) is damaged or no file of tensors")
+
+
+def test_old_files_of_tensors_are_looked_into(checkpoint):
+    """What torch before 1.6 wrote is no archive and cannot be mapped: codes went unnoticed."""
+    tensors = load_file(checkpoint.weights)
+    checkpoint.weights.unlink()
+    target = checkpoint.folder / "pytorch_model.bin"
+    torch.save(tensors, target, _use_new_zipfile_serialization=False)
+    load(checkpoint.folder)
+    tensors[DOWN] = (100 * tensors[DOWN]).to(torch.int8)
+    torch.save(tensors, target, _use_new_zipfile_serialization=False)
+    checkpoint.refuses(rf"1 tensor is stored as quantised codes \({DOWN} as int8")
+
+
+def test_an_expert_that_is_missing_is_named(saved, tmp_path):
+    """Experts are stored one by one and stacked while they load: transformers' error names none."""
+    folder = tmp_path / "tiny"
+    shutil.copytree(saved(phimoe)[0], folder)
+    checkpoint = Checkpoint(folder)
+    name = next(
+        name for name in load_file(checkpoint.weights) if name.endswith("experts.0.w1.weight")
+    )
+    checkpoint.change(without(name))
+    checkpoint.refuses(r"^phimoe: 1 tensor is .*\(model\.layers\.0\..*experts\.gate_up_proj")
 
 
 def test_a_pointer_for_a_configuration_is_named(checkpoint):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from protos import link_pb2
 from worker.embedded import (
     DEFAULT_MODEL,
     EMBEDDED,
@@ -20,6 +21,7 @@ from worker.embedded import (
     make_once,
     resolve_model,
 )
+from worker.load import load_model
 
 
 def ignore(what: str, fraction: float) -> None:
@@ -48,6 +50,12 @@ def test_absent_folder_is_named(name: str) -> None:
     with pytest.raises(ModelNotFound, match="allowed: smollm2-135m-instruct, a local folder") as e:
         resolve_model(name)
     assert repr(name) in str(e.value)
+
+
+def test_what_load_says_is_no_more_than_that() -> None:
+    """The scheduler puts the model's name before it; the name of a class helps nobody."""
+    with pytest.raises(ModelNotFound, match=r"^model '/no/such/folder' is no folder"):
+        load_model(link_pb2.Configure(model="/no/such/folder"), lambda _what, _share: None)
 
 
 def test_file_and_empty_folder_are_refused(tmp_path: Path) -> None:

@@ -152,6 +152,23 @@ def test_a_model_that_mixes_tokens_is_refused(monkeypatch, mixed):
         check_step(model, observe(model, 64), 64)
 
 
+def test_columns_that_are_switched_off_are_no_obstacle(monkeypatch):
+    """Some models give -inf to columns of the vocabulary that stand for nothing."""
+    model = _built(_llama())
+    forward = model.lm_head.forward
+
+    def switched_off(x: torch.Tensor) -> torch.Tensor:
+        logits = forward(x)
+        logits[..., -2:] = -torch.inf
+        return logits
+
+    monkeypatch.setattr(model.lm_head, "forward", switched_off)
+    check_step(model, observe(model, 64), 64)
+    monkeypatch.setattr(model.lm_head, "forward", lambda x: forward(x) * torch.nan)
+    with pytest.raises(UnsupportedModel, match="its logits are not finite in float32"):
+        check_step(model, observe(model, 64), 64)
+
+
 def _bart():
     return BartConfig(
         vocab_size=60, d_model=16, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=20,
