@@ -158,7 +158,8 @@ def _refusing(path: str) -> Iterator[None]:
     except MemoryError as error:
         raise MemoryError(_short_of_memory(path, error)) from error
     except ValueError as error:
-        if type(error) is ValueError:  # says what is wrong; those of parsers name no file
+        # these say what is wrong; those of parsers name no file
+        if type(error) is ValueError or type(error).__module__.startswith(f"{__package__}."):
             raise
         raise UnsupportedModel(f"{path}: {type(error).__name__}: {error}") from error
     except RuntimeError as error:
