@@ -26,6 +26,7 @@ _OPTIONS: Final = (
 _OWN_NAMES: Final = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
 
 READY_POLL_SECONDS: Final = 0.2
+LONGEST_SECONDS: Final = 1e9  # of a deadline; gRPC takes a much longer one for one that has passed
 READY_SECONDS: Final = 5.0  # that a server which is ready needs at most to say so
 
 

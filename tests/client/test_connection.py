@@ -11,7 +11,8 @@ import pytest
 
 from client import AsyncChairlift, Chairlift, ChairliftError
 from client.connection import channel_options, is_loopback
-from client.local_server import _endpoint, _reachable
+from client.launch import LaunchError
+from client.local_server import LocalServer, _endpoint, _reachable
 from tests.client.fake_server import FakeEngine, start
 
 
@@ -134,3 +135,23 @@ def test_a_client_finds_a_server_that_listens_everywhere() -> None:
         "[::1]",
         "gpu7",
     ]
+
+
+def test_another_server_is_not_taken_for_the_own_one() -> None:
+    """`bench --serve -- --port 50051` measured whatever already ran there, and said nothing."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"already listens on 127.0.0.1, port {port}"):
+            LocalServer(["--port", str(port)])
+
+
+@pytest.mark.parametrize("seconds", [1e18, float("inf")])
+async def test_a_very_long_timeout_is_none_that_has_passed(address: str, seconds: float) -> None:
+    """gRPC's clock overflows, and a call without any limit would fail at once."""
+    with Chairlift(address, timeout=seconds) as chairlift:
+        assert chairlift.is_ready()
+        assert chairlift.complete("count 2", timeout=seconds).text
+    async with AsyncChairlift(address) as chairlift:
+        assert (await chairlift.complete("count 2", timeout=seconds)).text
