@@ -21,7 +21,13 @@ from typing import Any, Final
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import cached_file
@@ -104,6 +110,7 @@ def read_model(
         config=config,
         dtype=dtype,
         attn_implementation=attention,
+        generation_config=GenerationConfig(),  # the file is the scheduler's to read, or to refuse
         trust_remote_code=False,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # then they are listed, and refused below with their names
