@@ -67,6 +67,8 @@ def read_config(path: str) -> PreTrainedConfig:
     if file.is_file():
         _refuse_pointer(file)
     values, _ = PreTrainedConfig.get_config_dict(path)
+    if not isinstance(values, dict):
+        raise UnsupportedModel(f"{file} holds a {type(values).__name__}; allowed: a JSON object")
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise UnsupportedModel(
