@@ -28,6 +28,7 @@ from client.answers import (
 )
 from client.connection import (
     DEFAULT_ADDRESS,
+    LONGEST_SECONDS,
     READY_POLL_SECONDS,
     READY_SECONDS,
     channel_options,
@@ -38,6 +39,7 @@ from client.requests import (
     Prompt,
     SamplingOptions,
     generate_request,
+    message,
     tokenize_request,
 )
 from protos import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -215,7 +217,7 @@ class AsyncChairlift:
 
     async def abort(self, *request_ids: str, timeout: float | None = None) -> list[str]:
         """Ends live requests, of any client, with finish_reason abort; which of them were live."""
-        request = inference_pb2.AbortRequest(request_ids=request_ids)
+        request = message(inference_pb2.AbortRequest, request_ids=request_ids)
         return list((await self._call(self._inference.Abort, request, timeout)).aborted)
 
     async def tokenize(
@@ -237,8 +239,10 @@ class AsyncChairlift:
         timeout: float | None = None,
     ) -> str:
         """The text of token ids."""
-        request = inference_pb2.DetokenizeRequest(
-            token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        request = message(
+            inference_pb2.DetokenizeRequest,
+            token_ids=token_ids,
+            skip_special_tokens=skip_special_tokens,
         )
         response: inference_pb2.DetokenizeResponse = await self._call(
             self._inference.Detokenize, request, timeout
@@ -269,7 +273,7 @@ class AsyncChairlift:
         self, *, state: str = "", limit: int = 0, timeout: float | None = None
     ) -> admin_pb2.ListRequestsResponse:
         """Live requests in arrival order; `state` empty means all, `limit` 0 the server's."""
-        request = admin_pb2.ListRequestsRequest(state=state, limit=limit)
+        request = message(admin_pb2.ListRequestsRequest, state=state, limit=limit)
         response: admin_pb2.ListRequestsResponse = await self._call(
             self._admin.ListRequests, request, timeout
         )
@@ -279,7 +283,7 @@ class AsyncChairlift:
         self, request_id: str, *, timeout: float | None = None
     ) -> admin_pb2.GetRequestResponse:
         """One live request with its tokens and block tables; NotFound if it is not live."""
-        request = admin_pb2.GetRequestRequest(request_id=request_id)
+        request = message(admin_pb2.GetRequestRequest, request_id=request_id)
         response: admin_pb2.GetRequestResponse = await self._call(
             self._admin.GetRequest, request, timeout
         )
@@ -365,7 +369,8 @@ class AsyncChairlift:
             raise self._translate(error) from None
 
     def _deadline(self, timeout: float | None) -> float | None:
-        return self.timeout if timeout is None else timeout
+        seconds = self.timeout if timeout is None else timeout
+        return None if seconds is None else min(seconds, LONGEST_SECONDS)
 
     def _translate(self, error: Any) -> ChairliftError:
         return from_status(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -32,11 +31,11 @@ _BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand; the process's exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    terminal.prepare()
     try:
         if given and given[0] in _PASS_ON:
             _, run = _PASS_ON[given[0]]
             return run(given[1:])
-        terminal.prepare()
         for position, argument in enumerate(given, start=1):
             if (reason := terminal.why_not_text(argument)) is not None:
                 terminal.complain(f"argument {position}: {reason}")
@@ -51,8 +50,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:  # `chairlift generate … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        terminal.give_up_output()
         return _BROKEN_PIPE
+    except OSError as error:  # a full disk, say
+        terminal.complain(_without_number(error))
+        terminal.give_up_output()
+        return 1
+
+
+def _without_number(error: OSError) -> str:
+    """The reason, and the file if there is one."""
+    reason = error.strerror or str(error)
+    return reason if error.filename is None else f"{error.filename}: {reason}"
 
 
 def build_parser() -> argparse.ArgumentParser:

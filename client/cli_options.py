@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from client.connection import DEFAULT_ADDRESS
+from client.connection import DEFAULT_ADDRESS, LONGEST_SECONDS
 from client.requests import SamplingOptions, sampling_params
-
-_MAX_SECONDS = 1e9  # more than gRPC can count
 
 _ONE_ANSWER: tuple[tuple[str, type, str], ...] = (
     ("temperature", float, "0 = always the most probable token"),
@@ -71,8 +69,8 @@ def sampling(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Sa
 
 def _seconds(text: str) -> float:
     seconds = float(text)
-    if not 0 < seconds <= _MAX_SECONDS:
+    if not 0 < seconds <= LONGEST_SECONDS:
         raise argparse.ArgumentTypeError(
-            f"{text} is not a number of seconds above 0 and up to {_MAX_SECONDS:g}"
+            f"{text} is not a number of seconds above 0 and up to {LONGEST_SECONDS:g}"
         )
     return seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -22,7 +23,10 @@ _OPTIONS: Final = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 
+_OWN_NAMES: Final = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
+
 READY_POLL_SECONDS: Final = 0.2
+LONGEST_SECONDS: Final = 1e9  # of a deadline; gRPC takes a much longer one for one that has passed
 READY_SECONDS: Final = 5.0  # that a server which is ready needs at most to say so
 
 
@@ -39,11 +43,15 @@ def is_loopback(address: str) -> bool:
         return True
     if colon and scheme in ("dns", "ipv4", "ipv6"):
         address = rest.rpartition("/")[2]
-    host = urlsplit(f"//{address}").hostname or ""
-    if host == "localhost" or host.endswith(".localhost"):
+    try:
+        host = (urlsplit(f"//{address}").hostname or "").removesuffix(".")
+    except ValueError:  # a bracket too few: gRPC says what is wrong with it
+        return False
+    if host in _OWN_NAMES or host.endswith(".localhost") or host == socket.gethostname().lower():
         return True
     try:
         ip = ipaddress.ip_address(host)
     except ValueError:
         return False
+    ip = getattr(ip, "ipv4_mapped", None) or ip
     return ip.is_loopback or ip.is_unspecified

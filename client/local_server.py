@@ -29,10 +29,12 @@ class LocalServer:
     def __init__(self, options: Sequence[str], output: IO[bytes] | None = None) -> None:
         """`options` are the scheduler's; `output` takes what is printed, None: this terminal.
 
-        A --host or --port among them is where the server listens and is waited for.
+        A --host or --port among them is where the server listens and is waited for. Raises
+        LaunchError where another server listens there: it would be taken for this one.
         """
         host, port, others = _endpoint(options)
         self.address = f"{_reachable(host)}:{port}"
+        _refuse_if_taken(_reachable(host).strip("[]"), port)
         self._process: subprocess.Popen[bytes] = launch.start(
             [
                 *(sys.executable, "-P", "-m", "client", "serve"),
@@ -90,6 +92,16 @@ def _reachable(host: str) -> str:
     if host in ("0.0.0.0", "::"):
         return "127.0.0.1" if host == "0.0.0.0" else "[::1]"
     return f"[{host}]" if ":" in host else host
+
+
+def _refuse_if_taken(host: str, port: str) -> None:
+    try:
+        socket.create_connection((host, int(port)), timeout=1.0).close()
+    except (OSError, ValueError, OverflowError):  # what is no port the server itself names
+        return
+    raise launch.LaunchError(
+        f"a server already listens on {host}, port {port}; choose another --port, or give none"
+    )
 
 
 def _free_port() -> int:

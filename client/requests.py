@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypedDict
+from typing import Any, Final, TypedDict, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -67,6 +67,7 @@ class SamplingOptions(TypedDict, total=False):
     choice: Sequence[str] | None
 
 
+_M = TypeVar("_M", bound=Message)
 _BRIEF: Final = 100  # characters of a value that an error quotes
 _INTEGERS: Final = {  # what the integer types of protobuf hold
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
@@ -102,6 +103,19 @@ def generate_request(
         request.tokens.SetInParent()  # no tokens are a prompt too: the server refuses it by name
         _assign("prompt", request.tokens.ids.extend, prompt)
     return request
+
+
+def message(kind: type[_M], **values: Any) -> _M:
+    """A message with these fields, of which those that are None stay unset."""
+    built = kind()
+    for name, value in values.items():
+        if value is None:
+            continue
+        if hasattr(field := getattr(built, name), "extend"):
+            _assign(name, field.extend, value)
+        else:
+            _assign_field(built, name, value)
+    return built
 
 
 def tokenize_request(

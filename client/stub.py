@@ -29,6 +29,7 @@ from client.answers import (
 )
 from client.connection import (
     DEFAULT_ADDRESS,
+    LONGEST_SECONDS,
     READY_POLL_SECONDS,
     READY_SECONDS,
     channel_options,
@@ -39,6 +40,7 @@ from client.requests import (
     Prompt,
     SamplingOptions,
     generate_request,
+    message,
     tokenize_request,
 )
 from protos import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -208,7 +210,7 @@ class Chairlift:
 
     def abort(self, *request_ids: str, timeout: float | None = None) -> list[str]:
         """Ends live requests, of any client, with finish_reason abort; which of them were live."""
-        request = inference_pb2.AbortRequest(request_ids=request_ids)
+        request = message(inference_pb2.AbortRequest, request_ids=request_ids)
         response: inference_pb2.AbortResponse = self._call(self._inference.Abort, request, timeout)
         return list(response.aborted)
 
@@ -234,8 +236,10 @@ class Chairlift:
         timeout: float | None = None,
     ) -> str:
         """The text of token ids."""
-        request = inference_pb2.DetokenizeRequest(
-            token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        request = message(
+            inference_pb2.DetokenizeRequest,
+            token_ids=token_ids,
+            skip_special_tokens=skip_special_tokens,
         )
         response: inference_pb2.DetokenizeResponse = self._call(
             self._inference.Detokenize, request, timeout
@@ -260,7 +264,7 @@ class Chairlift:
         self, *, state: str = "", limit: int = 0, timeout: float | None = None
     ) -> admin_pb2.ListRequestsResponse:
         """Live requests in arrival order; `state` empty means all, `limit` 0 the server's."""
-        request = admin_pb2.ListRequestsRequest(state=state, limit=limit)
+        request = message(admin_pb2.ListRequestsRequest, state=state, limit=limit)
         response: admin_pb2.ListRequestsResponse = self._call(
             self._admin.ListRequests, request, timeout
         )
@@ -270,7 +274,7 @@ class Chairlift:
         self, request_id: str, *, timeout: float | None = None
     ) -> admin_pb2.GetRequestResponse:
         """One live request with its tokens and block tables; NotFound if it is not live."""
-        request = admin_pb2.GetRequestRequest(request_id=request_id)
+        request = message(admin_pb2.GetRequestRequest, request_id=request_id)
         response: admin_pb2.GetRequestResponse = self._call(
             self._admin.GetRequest, request, timeout
         )
@@ -351,7 +355,8 @@ class Chairlift:
             raise self._translate(error) from None
 
     def _deadline(self, timeout: float | None) -> float | None:
-        return self.timeout if timeout is None else timeout
+        seconds = self.timeout if timeout is None else timeout
+        return None if seconds is None else min(seconds, LONGEST_SECONDS)
 
     def _translate(self, error: Any) -> ChairliftError:
         return from_status(

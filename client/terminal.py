@@ -2,12 +2,14 @@
 
 A model may write escape sequences: they could retitle a window, clear the screen or fill the
 clipboard of whoever reads the answer. On a terminal they are spelled out; a pipe gets the text as
-it is. Bytes that are no text in the locale's encoding are named in a sentence, not a traceback.
+it is. Bytes that are not text in the locale's encoding are named in a sentence, not a traceback.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import sys
 from typing import Final, TextIO
 
@@ -19,7 +21,11 @@ _SPELLED: Final = {
 
 def prepare() -> None:
     """Makes the standard streams raise no error over a single character: what cannot be decoded
-    is kept for `why_not_text`, what cannot be encoded is shown as an escape."""
+    is kept for `why_not_text`, what cannot be encoded is shown as an escape. A stream that the
+    caller has closed, as cron may, becomes an empty one."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # open as long as we live
     for stream, errors in (
         (sys.stdin, "surrogateescape"),
         (sys.stdout, "backslashreplace"),
@@ -36,7 +42,7 @@ def why_not_text(text: str) -> str | None:
             encoding = getattr(sys.stdin, "encoding", None) or "utf-8"
             byte = ord(character) - 0xDC00
             what = f"byte 0x{byte:02x}" if 0x80 <= byte <= 0xFF else "half a surrogate pair"
-            return f"{what} after {place} characters is no {encoding.upper()} text"
+            return f"{what} after {place} characters is not {encoding.upper()} text"
     return None
 
 
@@ -48,6 +54,12 @@ def harmless(text: str) -> str:
 def for_reader(text: str, out: TextIO) -> str:
     """`text` as it may be written to `out`: harmless if that is a terminal."""
     return harmless(text) if out.isatty() else text
+
+
+def give_up_output() -> None:
+    """What standard output still holds goes nowhere, so that the exit does not try to write it."""
+    with contextlib.suppress(OSError, ValueError):  # it has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complain(message: object) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
@@ -60,7 +61,7 @@ def _let_defaults_follow(values: dict[str, Any]) -> None:
 def build_parser() -> argparse.ArgumentParser:
     """All flags, for `--help` too. Values stay text here, so that there is one set of messages."""
     parser = argparse.ArgumentParser(
-        prog="python -m scheduler_svc",
+        prog="chairlift scheduler",
         description="The scheduler process of Chairlift: gRPC to clients, ZeroMQ to a worker.",
         epilog=f"Every option is also a variable ({ENV_PREFIX}PORT) and a key of the TOML file.",
         allow_abbrev=False,
@@ -100,6 +101,10 @@ def parse_text(spec: Field[Any], text: str, source: str) -> Any:
 def _parse(arguments: Sequence[str]) -> dict[str, str]:
     options, unknown = build_parser().parse_known_args(arguments)
     if unknown:
+        if not re.match("--?[A-Za-z]", unknown[0]):
+            stray = unknown[1] if unknown[0] == "--" and len(unknown) > 1 else unknown[0]
+            allowed_there = "options, each of which begins with --, such as --model NAME"
+            raise ConfigError("argument", stray, "command line", allowed_there)
         flag, _, value = " ".join(unknown[:2]).replace(" ", "=", 1).partition("=")
         key = flag.lstrip("-").replace("-", "_")
         raise UnknownKey(key, value, "command line", _SPECS)

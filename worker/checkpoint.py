@@ -24,7 +24,13 @@ from typing import Any, Final
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import cached_file
@@ -64,6 +70,8 @@ def read_config(path: str) -> PreTrainedConfig:
     if file.is_file():
         _refuse_pointer(file)
     values, _ = PreTrainedConfig.get_config_dict(path)
+    if not isinstance(values, dict):
+        raise UnsupportedModel(f"{file} holds a {type(values).__name__}; allowed: a JSON object")
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise UnsupportedModel(
@@ -108,6 +116,8 @@ def read_model(
             config=config,
             dtype=dtype,
             attn_implementation=attention,
+            # the file is the scheduler's to read, or to refuse
+            generation_config=GenerationConfig(),
             trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # then they are listed, and refused below by name

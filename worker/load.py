@@ -24,7 +24,7 @@ from worker.adapters import adapted_classes, place_positions
 from worker.attention.interface import ATTENTION_NAME, register
 from worker.checkpoint import read_config, read_model
 from worker.deterministic import check_dense
-from worker.embedded import ModelNotFound, resolve_model
+from worker.embedded import resolve_model
 from worker.fusing import fuse_model
 from worker.geometry import Geometry, UnsupportedModel, check_layer_types, geometry_of
 from worker.model_check import check_config
@@ -157,10 +157,8 @@ def _refusing(path: str) -> Iterator[None]:
     except MemoryError as error:
         raise MemoryError(_short_of_memory(path, error)) from error
     except ValueError as error:
-        if type(error) in (
-            ValueError,
-            ModelNotFound,
-        ):  # says what is wrong; those of parsers name no file
+        # these say what is wrong; those of parsers name no file
+        if type(error) is ValueError or type(error).__module__.startswith(f"{__package__}."):
             raise
         raise UnsupportedModel(f"{path}: {type(error).__name__}: {error}") from error
     except RuntimeError as error:

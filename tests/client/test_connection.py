@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
 
 import pytest
 
-from client import AsyncChairlift, Chairlift
+from client import AsyncChairlift, Chairlift, ChairliftError
 from client.connection import channel_options, is_loopback
-from client.local_server import _endpoint, _reachable
+from client.launch import LaunchError
+from client.local_server import LocalServer, _endpoint, _reachable
 from tests.client.fake_server import FakeEngine, start
 
 
@@ -29,16 +31,34 @@ from tests.client.fake_server import FakeEngine, start
         ("ipv4:127.0.0.1:50051", True),
         ("ipv6:[::1]:50051", True),
         ("unix:/run/chairlift.sock", True),
+        ("localhost.:50051", True),
+        ("ip6-localhost:50051", True),
+        ("[::ffff:127.0.0.1]:50051", True),
+        (f"{socket.gethostname().upper()}:50051", True),
         ("gpu7:50051", False),
         ("10.0.0.7:50051", False),
         ("localhost.example:50051", False),
         ("dns://8.8.8.8/gpu7:50051", False),
+        ("[::ffff:10.0.0.7]:50051", False),
+        ("", False),
+        ("[::1", False),
+        ("host[2J:1", False),
     ],
 )
 def test_loopback_is_recognised(target: str, is_local: bool) -> None:
     """A proxy cannot reach this machine's loopback; elsewhere it may be the only way."""
     assert is_loopback(target) is is_local
     assert (("grpc.enable_http_proxy", 0) in channel_options(target)) is is_local
+
+
+@pytest.mark.parametrize("target", ["[::1", "127.0.0.1:port", ":1", "no host:1"])
+async def test_a_target_that_is_none_is_named(target: str) -> None:
+    """A forgotten bracket is told in a sentence, by both stubs, not in a traceback."""
+    with Chairlift(target) as chairlift, pytest.raises(ChairliftError, match=re.escape(target)):
+        chairlift.server_info(timeout=5)
+    async with AsyncChairlift(target) as chairlift:
+        with pytest.raises(ChairliftError, match=re.escape(target)):
+            await chairlift.server_info(timeout=5)
 
 
 @pytest.mark.parametrize("variable", ["http_proxy", "https_proxy", "grpc_proxy"])
@@ -115,3 +135,23 @@ def test_a_client_finds_a_server_that_listens_everywhere() -> None:
         "[::1]",
         "gpu7",
     ]
+
+
+def test_another_server_is_not_taken_for_the_own_one() -> None:
+    """`bench --serve -- --port 50051` measured whatever already ran there, and said nothing."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"already listens on 127.0.0.1, port {port}"):
+            LocalServer(["--port", str(port)])
+
+
+@pytest.mark.parametrize("seconds", [1e18, float("inf")])
+async def test_a_very_long_timeout_is_none_that_has_passed(address: str, seconds: float) -> None:
+    """gRPC's clock overflows, and a call without any limit would fail at once."""
+    with Chairlift(address, timeout=seconds) as chairlift:
+        assert chairlift.is_ready()
+        assert chairlift.complete("count 2", timeout=seconds).text
+    async with AsyncChairlift(address) as chairlift:
+        assert (await chairlift.complete("count 2", timeout=seconds)).text

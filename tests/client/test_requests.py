@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from client import ChatMessage
+from client import AsyncChairlift, Chairlift, ChatMessage
 from client.requests import Prompt, SamplingOptions, generate_request, sampling_params
 from protos import inference_pb2
 
@@ -128,3 +128,22 @@ def test_a_value_that_no_message_can_carry_is_named(
     """protobuf says neither which argument it is about nor what would be allowed."""
     with pytest.raises(ValueError, match=re.escape(sentence)):
         generate_request(prompt, options)
+
+
+@pytest.mark.parametrize(
+    ("ask", "named"),
+    [
+        (lambda chairlift: chairlift.abort(["a"]), "request_ids is"),
+        (lambda chairlift: chairlift.get_request(5), "request_id is 5"),
+        (lambda chairlift: chairlift.detokenize([2**40]), r"token_ids is \[1099511627776\]"),
+        (lambda chairlift: chairlift.detokenize("ab"), "token_ids is 'ab'"),
+        (lambda chairlift: chairlift.list_requests(limit=2**40), "limit is 1099511627776; allowed"),
+    ],
+)
+async def test_an_argument_that_no_message_holds_is_named(ask: Any, named: str) -> None:
+    """protobuf says "bad argument type for built-in operation", and not of what."""
+    with Chairlift("localhost:1") as chairlift, pytest.raises((TypeError, ValueError), match=named):
+        ask(chairlift)
+    async with AsyncChairlift("localhost:1") as chairlift:
+        with pytest.raises((TypeError, ValueError), match=named):
+            await ask(chairlift)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -157,3 +158,47 @@ def test_odd_numbers_are_named(
         with pytest.raises(SystemExit) as ended:
             cli.main(["chat", *arguments])
         assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "redirection", "code"),
+    [
+        (["generate", "-"], "<&-", 0),
+        (["generate", "count 2"], ">&-", 0),
+        (["generate", "count 2", "count 2"], ">&-", 0),
+        (["generate", "fail INTERNAL x"], "2>&-", 1),
+        (["chat"], "<&-", 0),
+        (["status"], "<&- >&- 2>&-", 0),
+    ],
+)
+def test_streams_that_a_caller_has_closed(
+    address: str, arguments: list[str], redirection: str, code: int
+) -> None:
+    """As cron and some supervisors start programs: a closed stream is an empty one."""
+    line = shlex.join([sys.executable, "-P", "-m", "client", *arguments, "--address", address])
+    done = subprocess.run(
+        ["sh", "-c", f"{line} {redirection}"],
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert b"Traceback" not in done.stderr
+    assert done.returncode == code, done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["status"], ["generate", "count 2"]])
+def test_a_full_disk_is_named(address: str, arguments: list[str]) -> None:
+    """What cannot be written is told in one line, and the exit code says so."""
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "client", *arguments, "--address", address],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+    assert done.stderr == b"chairlift: No space left on device\n"
+    assert done.returncode == 1

@@ -76,7 +76,9 @@ def test_switches(arguments: list[str], want: bool) -> None:
             ["no setting page_sise", "command line, value '1'", "Did you mean page_size?"],
         ),
         (["--zzz"], {}, ["no setting zzz", "Allowed: model", "max_batch_tokens"]),
-        (["stray"], {}, ["no setting stray"]),
+        (["gpt2"], {}, ["argument is 'gpt2' (command line)", "such as --model NAME"]),
+        (["--", "gpt-2"], {}, ["argument is 'gpt-2'"]),
+        (["--port", "1", "2", "--zzz"], {}, ["argument is '2'"]),
         (
             [],
             {"CHAIRLIFT_MAX_BATCH_TOKEN": "5"},

@@ -289,3 +289,21 @@ def test_memory_that_is_short_is_told_in_numbers(checkpoint, monkeypatch):
     monkeypatch.setattr("worker.load.read_model", allocate)
     with pytest.raises(MemoryError, match=r"tiny: memory is too small .* of [\d.,]+ GiB may"):
         load(checkpoint.folder)
+
+
+@pytest.mark.parametrize(
+    "content", ["[1]", '{"max_new_tokens": "x"}', '{"top_k": 1' + "0" * 5000 + "}", "{"]
+)
+def test_a_generation_config_is_left_to_the_scheduler(checkpoint: Checkpoint, content: str) -> None:
+    """It names file, key and value; transformers says "'list' object is not a mapping"."""
+    (checkpoint.folder / "generation_config.json").write_text(content)
+    assert load(checkpoint.folder).model_type == "llama"
+
+
+@pytest.mark.parametrize(("content", "kind"), [("[1]", "list"), ('"x"', "str")])
+def test_a_configuration_that_is_no_object_is_named(
+    checkpoint: Checkpoint, content: str, kind: str
+) -> None:
+    """transformers says "'list' object has no attribute 'get'", and not of which file."""
+    (checkpoint.folder / "config.json").write_text(content)
+    checkpoint.refuses(rf"config\.json holds a {kind}; allowed: a JSON object")

@@ -12,11 +12,13 @@ from transformers import (
     XLNetConfig,
 )
 
+from protos import link_pb2
 from tests.worker import tiny_models
 from tests.worker.conftest import load
 from worker.attention.interface import ATTENTION_NAME, register
+from worker.embedded import ModelNotFound
 from worker.geometry import UnsupportedModel
-from worker.load import _max_model_len, kv_dtype_of
+from worker.load import _max_model_len, kv_dtype_of, load_model
 from worker.model_check import check_config
 
 
@@ -151,3 +153,10 @@ def test_attention_outside_of_a_step_fails_clearly():
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
     with pytest.raises(RuntimeError, match="chairlift_paged was called outside of a step"):
         model(torch.tensor([[1]]))
+
+
+def test_a_name_that_leads_nowhere_is_told_once() -> None:
+    """The sentence is shown to every client that asks; a class's name in it helps nobody."""
+    with pytest.raises(ModelNotFound) as error:
+        load_model(link_pb2.Configure(model="./nowhere"), lambda what, share: None)
+    assert str(error.value).startswith("model './nowhere' is no folder")
