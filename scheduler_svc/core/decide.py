@@ -23,9 +23,9 @@ from typing import Final
 import numpy as np
 
 from protos.plan import Int32
-from scheduler_svc.core.admissions import admission, alone
 from scheduler_svc.core.allocators import Name
 from scheduler_svc.core.batch import Admission, Batch, Decision
+from scheduler_svc.core.head_start import admission, alone
 from scheduler_svc.core.overtaking import choose_victims, overtakes, stays
 from scheduler_svc.core.policies import Phase
 from scheduler_svc.core.request import Request
