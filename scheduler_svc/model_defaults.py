@@ -2,7 +2,8 @@
 
 They come from generation_config.json, config.json and the tokenizer. Each value is read as it is
 meant, or the model is refused by key and value: half a configuration would answer differently from
-what the model's makers state, and nobody would know.
+what the model's makers state, and nobody would know. What this version cannot do at all (`_LATER`,
+a repetition penalty for one) does not keep a model from being served; the log names it.
 
 What is read in another way than it is written:
   * integral floats are integers (`top_k: 20.0`);

@@ -53,6 +53,7 @@ def why_not_ready(
 def _faults(ready: link_pb2.Ready, configure: link_pb2.Configure, num_rows: int) -> Iterator[str]:
     for name, lowest, highest in (
         ("vocab_size", 1, MAX_VOCAB_SIZE),
+        ("num_embeddings", 0, MAX_VOCAB_SIZE),  # 0: as many as vocab_size
         ("max_model_len", 1, (1 << 31) - 1),
         ("page_size", 1, (1 << 31) - 1),
         ("num_chunks", NUM_RESERVED_CHUNKS + 1, MAX_CHUNKS),

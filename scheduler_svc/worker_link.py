@@ -71,11 +71,13 @@ class WorkerMessage:
     """What a worker says in its session; `result` is set for a StepResult.
 
     `error` says why the session cannot go on; the envelope then names the worker and no more.
+    `is_alive`: the worker still talks, but what it says makes no sense.
     """
 
     envelope: link_pb2.Envelope
     result: StepResult | None = None
     error: str | None = None
+    is_alive: bool = False
 
 
 class Link(Protocol):
@@ -291,10 +293,11 @@ class WorkerLink:
                 raise
             self._end(boot_id, "its connection is closed")
 
-    def _end(self, boot_id: int, why: str) -> None:
+    def _end(self, boot_id: int, why: str, is_alive: bool = False) -> None:
         """The session is over from here."""
         del self._sessions[boot_id]
-        self._on_message(WorkerMessage(link_pb2.Envelope(worker_boot_id=boot_id), error=why))
+        envelope = link_pb2.Envelope(worker_boot_id=boot_id)
+        self._on_message(WorkerMessage(envelope, error=why, is_alive=is_alive))
 
     def _receive(self, router: zmq.Socket[bytes]) -> WorkerMessage | None:
         try:
@@ -308,7 +311,7 @@ class WorkerLink:
             for boot_id, known in self._sessions.items():
                 if known == identity:
                     envelope = link_pb2.Envelope(worker_boot_id=boot_id)
-                    return WorkerMessage(envelope, error=why)
+                    return WorkerMessage(envelope, error=why, is_alive=True)
             logger.debug("dropped from nobody's session: %s", why)
             return None
 
@@ -346,7 +349,7 @@ class WorkerLink:
             return None  # said again while our answer was on its way; or a storm
         for known, connection in list(self._sessions.items()):
             if connection == identity:
-                self._end(known, "it begins another session")
+                self._end(known, "it begins another session", is_alive=True)
         self._sessions[boot_id] = identity
         if hello.protocol == PROTOCOL:
             return WorkerMessage(envelope)

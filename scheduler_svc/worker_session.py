@@ -34,13 +34,13 @@ from scheduler_svc.worker_link import Link, WorkerMessage
 
 logger = logging.getLogger(__name__)
 
-# How often in a row a request must have been alone in a step that fails, or in which the worker is
-# lost, before it is the request that fails. A worker dies of many things; one whose result is wrong
-# has most likely a fault of its own, and one that another takes the place of may not have died.
+# How many failures in a row, of steps that computed it alone, fail a request. A worker dies of many
+# things, and one that is replaced may not have died at all. Nonsense that a worker sends is hardly
+# ever a request's fault; but if only one request brings it about, that must not go on for ever.
 TRIES_IF_FAULTY: Final = 2
 TRIES_IF_LOST: Final = 3
-TRIES_IF_WRONG: Final = 5
 TRIES_IF_REPLACED: Final = 5
+TRIES_IF_NONSENSE: Final = 16
 NOT_A_STEP: Final = 0  # nobody is to blame
 MAX_ERROR: Final = 2000  # characters that are passed on of a worker's error
 MAX_LOADING: Final = 8  # workers that load at the same time
@@ -121,7 +121,7 @@ class WorkerSession:
         if self._serving is not None:
             why = self._serving.watchdog.look(self._oldest_step(), now)
             if why is not None:
-                self._lose_worker(why)
+                self._lose(self._serving, why, TRIES_IF_FAULTY)
 
     def on_message(self, message: WorkerMessage) -> None:
         envelope = message.envelope
@@ -134,7 +134,9 @@ class WorkerSession:
             return  # late: its session has ended
         worker.heard = self._clock()
         if message.error is not None:
-            self._lose(worker, message.error, TRIES_IF_WRONG)
+            self._lose(
+                worker, message.error, TRIES_IF_NONSENSE if message.is_alive else TRIES_IF_LOST
+            )
         elif kind == "heartbeat":
             self._on_heartbeat(worker, envelope.heartbeat)
         elif kind == "bye":
@@ -147,7 +149,7 @@ class WorkerSession:
         elif kind == "fault" and not envelope.fault.is_fatal:
             self._on_fault(envelope.fault)
         else:
-            self._lose(worker, f"it says {kind} while it serves", NOT_A_STEP)
+            self._lose_over_nonsense(f"it says {kind} while it serves")
 
     def _on_hello(self, boot_id: int, hello: link_pb2.Hello) -> None:
         now = self._clock()
@@ -173,7 +175,7 @@ class WorkerSession:
         if worker is self._serving:
             why = worker.watchdog.beat(heartbeat, self._oldest_step(), self._clock())
             if why is not None:
-                self._lose_worker(why)
+                self._lose_over_nonsense(why)
 
     def _on_newcomer(self, worker: Worker, envelope: link_pb2.Envelope) -> None:
         """What a worker that loads says."""
@@ -226,7 +228,7 @@ class WorkerSession:
         if in_flight:
             mismatch = why_not_the_result(in_flight[0], result, self._vocab_size)
         if mismatch is not None:
-            self._lose_worker(f"it answers wrongly: {mismatch}", TRIES_IF_WRONG)
+            self._lose_over_nonsense(f"it answers wrongly: {mismatch}")
             return
         self._num_lost = 0
         absorbed = absorb(self._state, result)
@@ -274,8 +276,9 @@ class WorkerSession:
     def _on_fault(self, fault: link_pb2.Fault) -> None:
         in_flight = [step.step_id for step in self._state.in_flight]
         if fault.step_id not in in_flight:
-            why = f"it reports a fault of step {fault.step_id}; in flight: {in_flight}"
-            self._lose_worker(why, TRIES_IF_WRONG)
+            self._lose_over_nonsense(
+                f"it reports a fault of step {fault.step_id}; in flight: {in_flight}"
+            )
             return
         error = fault.error[:MAX_ERROR]
         logger.error("step %d failed in the worker: %s", fault.step_id, error)
@@ -288,10 +291,10 @@ class WorkerSession:
         resume = link_pb2.Resume(next_step_id=self._state.next_step_id)
         self.send(link_pb2.Envelope(resume=resume))
 
-    def _lose_worker(self, why: str, tries_alone: int = TRIES_IF_FAULTY) -> None:
-        """Ends the session of the worker that serves, over what it did with a step."""
+    def _lose_over_nonsense(self, why: str) -> None:
+        """Ends the session of the worker that serves: what it says contradicts what it was sent."""
         if self._serving is not None:
-            self._lose(self._serving, why, tries_alone)
+            self._lose(self._serving, why, TRIES_IF_NONSENSE)
 
     def _lose(self, worker: Worker, why: str, tries_alone: int = TRIES_IF_LOST) -> None:
         """Ends a session. The worker is told, and may offer itself again."""

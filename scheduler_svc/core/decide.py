@@ -16,15 +16,16 @@ otherwise empty batch is always let through, so nothing can wedge.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 from typing import Final
 
 import numpy as np
 
 from protos.plan import Int32
-from scheduler_svc.core.admissions import admission, alone
 from scheduler_svc.core.allocators import Name
 from scheduler_svc.core.batch import Admission, Batch, Decision
+from scheduler_svc.core.head_start import admission, alone
 from scheduler_svc.core.overtaking import choose_victims, overtakes, stays
 from scheduler_svc.core.policies import Phase
 from scheduler_svc.core.request import Request
@@ -77,7 +78,11 @@ def _decide_for(state: State, cell: Cell | None) -> Decision:
                 newcomers.add([favoured])
             newcomers.add(state.pending.in_order())
     victims += relieve(state, batch, victims)
-    return batch.decision(*by_kind(state, victims))
+    decision = batch.decision(*by_kind(state, victims))
+    if cell is not None:  # those of other cells still wait for their turns
+        others = (r for r in state.left_out if state.suspects.cell_of(r) is not cell)
+        decision = replace(decision, left_out=(*decision.left_out, *others))
+    return decision
 
 
 def candidates(state: State, without: set[int]) -> Int32:

@@ -22,7 +22,7 @@ class Limits:
     safety_margin: float = 0.15  # share of blocks that must be free for a prefill to join
     max_plans_in_flight: int = 1  # plans without a result; 2 = run ahead
     allow_block_sharing: bool = True  # the prefix cache
-    # milliseconds that a step should take, so that who waits for its tokens waits not too long:
+    # milliseconds that a step should take, so that nobody waits too long for the next token:
     # 0 = as long as it takes; None = by the worker's device (step_time.py)
     target_step_ms: float | None = 0.0
 

@@ -18,8 +18,8 @@ from typing import Final
 
 import numpy as np
 
-from scheduler_svc.core.admissions import admission
 from scheduler_svc.core.batch import Admission, blocks_needed
+from scheduler_svc.core.head_start import admission
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.room import Room
 from scheduler_svc.core.shortage import active_requests, coming, free_at_once, quarantined

@@ -4,7 +4,7 @@ The live requests are parted into cells; a step computes requests of one cell, a
 turns. While all is well there is one cell, and it is everybody's. When a step fails, those that it
 computed become a cell of their own and run again; if that fails too, in halves, then alone. Who
 fails alone twice in a row is guilty: a fault that passes may hit anybody once. Where it is less
-than sure that the step was the cause (a worker may die of anything), it takes more than twice.
+than sure that the step was the cause (a worker may die of anything), each failure counts for less.
 
 So k guilty requests among n cost about k * log2(n) failed steps. Nobody is blamed for what shared
 a step with others, newcomers least of all, and everybody else goes on meanwhile.
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Final
 
 from scheduler_svc.core.request import Request, RequestState
@@ -33,7 +34,7 @@ class Cell:
     """Requests that may share a step."""
 
     num_failures: int = 0  # failed steps in a row that all of its members were in
-    num_alone: int = 0  # the last of them, since it has had one member
+    guilt: Fraction = Fraction(0)  # of its only member, by the last of them; 1 = proved
     members: dict[str, None] = field(default_factory=dict)  # request ids, by arrival
 
 
@@ -87,7 +88,7 @@ class Suspects:
     def blame(self, computed: Iterable[tuple[Request, int]], tries_alone: int = 2) -> list[str]:
         """A step has failed that computed these requests, each up to so many of its tokens.
 
-        `tries_alone`: in how many steps in a row one must have failed alone to be guilty.
+        `tries_alone`: how many failures of this kind in a row, alone, prove that one is guilty.
         Returns the ids of the guilty; they are suspected until they end.
         """
         blamed: dict[Cell, dict[str, None]] = {}
@@ -147,15 +148,15 @@ class Suspects:
         """Takes those of a cell that were in a failed step out of it, to be tried next; the ids
         of the guilty."""
         num_failures = cell.num_failures + 1
-        num_alone = cell.num_alone + 1 if len(blamed) == 1 else 0
-        if num_alone >= tries_alone:
+        guilt = cell.guilt + Fraction(1, tries_alone) if len(blamed) == 1 else Fraction(0)
+        if guilt >= 1:
             return blamed
         half = len(blamed) if num_failures < TRIES_TOGETHER else (len(blamed) + 1) // 2
         for request_id in blamed:
             self._clear(request_id)
         for members in (blamed[half:], blamed[:half]):
             if members:
-                new = Cell(num_failures, num_alone, dict.fromkeys(members))
+                new = Cell(num_failures, guilt, dict.fromkeys(members))
                 self._cells.update(dict.fromkeys(members, new))
                 self._line.insert(0, new)
         return []

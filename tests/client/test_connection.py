@@ -81,15 +81,18 @@ def test_a_server_that_starts_later_is_noticed() -> None:
     options = dict(channel_options(address))
     assert options["grpc.max_reconnect_backoff_ms"] <= 1_000
     started: list[object] = []
+    was_missed = threading.Event()
 
     def start_later() -> None:
-        time.sleep(1.0)
+        assert was_missed.wait(60)
+        time.sleep(1.0)  # in which gRPC tries again, and pauses
         started.append(start(engine, port)[0])
 
     thread = threading.Thread(target=start_later)
     thread.start()
     with Chairlift(address) as chairlift:
         assert not chairlift.is_ready(timeout=0.1)
+        was_missed.set()
         chairlift.wait_ready(timeout=30)
     thread.join()
     started[0].stop(None).wait()  # type: ignore[attr-defined]

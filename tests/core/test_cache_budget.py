@@ -80,6 +80,19 @@ def test_rows_that_find_no_place_take_turns(policy: str) -> None:
     assert max(gaps.values()) > 2, "the budget was never short"
 
 
+def test_turns_go_on_while_some_are_suspected() -> None:
+    """A step of the suspects makes the others forget whose turn it is: the last of them stand
+    still until nobody is suspected."""
+    sim = simulation(cache_budget=12, num_blocks=200)
+    for number in range(8):
+        sim.submit(NewRequest(f"r{number}", [number] * 7, 40))
+    suspect = sim.submit(NewRequest("suspect", [9] * 7, 60))
+    assert suspect is not None
+    sim.state.suspects.blame([(suspect, 50)])
+    gaps, _ = longest_gaps(sim)
+    assert max(gaps[f"r{number}", 0] for number in range(8)) <= 2 * 8
+
+
 def test_a_prompt_takes_its_turn_beside_answers() -> None:
     """Answers that read the whole budget keep a prompt waiting until they have ended."""
     sim = simulation(cache_budget=10, num_blocks=200, max_batch_tokens=16)

@@ -170,6 +170,20 @@ def test_a_worker_that_fails_every_step(setup: Setup, tries_alone: int) -> None:
     assert max(times.values()) <= 2 + math.log2(setup.max_requests) + tries_alone - 1
 
 
+def test_failures_of_several_kinds_add_up() -> None:
+    """A kind that proves little makes the next failure, of a kind that proves much, count alone: an
+    innocent request fails. Or each kind is counted for itself, and a guilty one goes on long."""
+    sim = Simulation(Setup(num_blocks=40, max_plans_in_flight=1))
+    sim.submit(NewRequest("one", [1, 2, 3], 20))
+    verdicts = []
+    for tries_alone in (16, 16, 3, 2, 16, 16):
+        sim.plan()
+        computed = sim.state.in_flight[0].reaches()
+        sim.fail_step()
+        verdicts.append(sim.state.suspects.blame(computed, tries_alone))
+    assert verdicts == [[], [], [], [], ["one"], ["one"]]  # 1/8 + 1/3 + 1/2 are not quite 1
+
+
 def test_what_fails_only_together_ends_and_nobody_is_blamed() -> None:
     """A step too big for the device's memory: it is split again for every token, or blamed on
     whoever was in it."""

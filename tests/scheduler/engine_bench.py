@@ -61,6 +61,8 @@ class Bench:
         max_batch_tokens: int = 16,
         allow_block_sharing: bool = True,
         step_timeout: float = 0.0,
+        cache_budget: int = 0,
+        target_step_ms: float = 0.0,
     ) -> None:
         self.now = 100.0
         self.events: list[Event] = []
@@ -71,6 +73,8 @@ class Bench:
             safety_margin=policy.safety_margin,
             max_plans_in_flight=depth,
             allow_block_sharing=allow_block_sharing,
+            cache_budget=cache_budget,
+            target_step_ms=target_step_ms,
         )
         self.link = MemoryLink(geometry, num_rows)
         self.engine = Engine(

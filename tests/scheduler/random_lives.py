@@ -53,6 +53,8 @@ class Life:
             num_rows=self.num_rows,
             max_batch_tokens=self.num_rows + self.draw(20),
             allow_block_sharing=self.happens(0.7),
+            cache_budget=3 + self.draw(12) if self.happens(0.3) else 0,
+            target_step_ms=1.0 + self.draw(20) if self.happens(0.5) else 0.0,
         )
         self.poisons = ["fault", "death"] if self.happens(0.5) else []
         self.num_asked = 0
@@ -150,6 +152,9 @@ class Life:
                 return
             plan = self.bench.link.plans.popleft()
             result = self.bench.link.worker.step(plan)
+            # a device of no constant speed
+            microseconds = int((1 + len(plan.token_ids)) * 10 ** (4 * self.rng.random()))
+            result = replace(result, device_microseconds=microseconds)
             self.bench.link.worker.finish(result.step_id)
             self.bench.link.say_result(result)
             self.late = [*self.late[-3:], result]

@@ -33,6 +33,8 @@ def worker(bench: Bench) -> str:
         *[(name, value) for name in ("vocab_size", "max_model_len", "page_size", "num_chunks")
           for value in (0, -1, -(2**31))],
         ("vocab_size", 2**31 - 1),
+        ("num_embeddings", -1),
+        ("num_embeddings", 2**31 - 1),
         ("num_chunks", 2),
         ("num_chunks", 2**31 - 1),
         ("num_swap_chunks", -1),

@@ -30,9 +30,22 @@ class BusyLink:
         self.busy = ("idle", 0, 0.0)
 
 
+class ManyStepsLink:
+    """Another step runs at every look."""
+
+    num_looks = 0
+
+    @property
+    def busy(self) -> tuple[str, int, float]:
+        self.num_looks += 1
+        return ("step", self.num_looks, 0.0)
+
+
 class Watched:
-    def __init__(self, limit: float, environ: dict[str, str] | None = None) -> None:
-        self.link: Any = BusyLink()
+    def __init__(
+        self, limit: float, environ: dict[str, str] | None = None, link: Any = None
+    ) -> None:
+        self.link: Any = link or BusyLink()
         self.ended = threading.Event()
         self.watchdog = Watchdog(self.link, self.ended.set, environ or {})
         self.watchdog.limit = limit
@@ -77,15 +90,12 @@ def test_a_log_that_hangs_does_not_keep_the_process_alive(
 
 def test_nothing_else_ends_it(watch: Any) -> None:
     """Loading takes as long as it takes, many steps are not one, and 0 means never."""
-    loading, idle, never, steps = watch(0.1), watch(0.1), watch(0.0), watch(0.1)
+    loading, idle, never = watch(0.1), watch(0.1), watch(0.0)
+    steps = watch(0.1, link=ManyStepsLink())
     loading.link.busy = ("loading", 0, 0.5)
     never.link.busy = ("step", 3, 0.0)
-    ends_at = time.monotonic() + 0.5
-    step_id = 0
-    while time.monotonic() < ends_at:
-        step_id += 1
-        steps.link.busy = ("step", step_id, 0.0)
-        time.sleep(LOOK_SECONDS / 2)
+    while steps.link.num_looks < 40:  # four times the limit, at least
+        time.sleep(LOOK_SECONDS)
     assert not any(watched.ended.is_set() for watched in (loading, idle, never, steps))
 
 

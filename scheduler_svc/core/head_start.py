@@ -1,4 +1,4 @@
-"""What a waiting request begins with when it gets a row: shared blocks, swapped ones, nothing."""
+"""What a waiting request begins with when it gets a row: shared blocks, swapped ones, or none."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from scheduler_svc.core.state import State
 def admission(
     state: State, request: Request, rows: tuple[int, ...], promised: Container[Name] = ()
 ) -> Admission | None:
-    """None while the request's next block is promised by another; `promised` are the names that
-    those promise whom the step admits before it."""
+    """None while another request fills the block that this one needs next. `promised` are names of
+    blocks that requests admitted earlier in the same step will fill."""
     if not state.limits.allow_block_sharing or not request.may_match:
         return alone(state, request, rows)
     swapped = request.swapped
