@@ -36,7 +36,8 @@ test-slow: $(VENV)/installed
 
 lives: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow tests/scheduler/test_random_lives.py \
-		tests/e2e/test_random_clients.py
+		tests/e2e/test_random_clients.py tests/core/test_memory_machine.py \
+		$(if $(LIVES_SEED),--hypothesis-seed=$(LIVES_SEED))
 
 guards: $(VENV)/installed
 	$(BIN)/python -m pytest tests/bench/test_*_guards.py tests/bench/test_yardstick.py \

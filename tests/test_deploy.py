@@ -65,3 +65,11 @@ def test_the_example_configuration_loads() -> None:
     config = load_config(["--config", str(path)], {})
     for key, value in tomllib.loads(path.read_text()).items():
         assert getattr(config, key) == value, key
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_units_allow_enough_descriptors(name: str) -> None:
+    """systemd's own limit is 1,024: a thousand clients, and a worker cannot come back."""
+    limit = re.search(r"^LimitNOFILE=(\d+)$", (DEPLOY / name).read_text(), re.MULTILINE)
+    assert limit is not None
+    assert int(limit[1]) >= 16_384

@@ -105,6 +105,7 @@ class State:
         self.transfers = Transfers()  # for the next plan
         # ran, and found no place in the last plan's cache budget; whoever waits longest first
         self.left_out: tuple[Request, ...] = ()
+        self.step_cost = StepCost(aim_of(limits.target_step_ms, geometry.device), geometry.device)
         self._set_memory(geometry)
 
     @property
@@ -127,7 +128,11 @@ class State:
             )
             self.swap_allocators.append(FullAttentionAllocator(self.swap_pool, *shape))
         self.prefix_cache = PrefixCache(self.allocators, geometry.page_size)
-        self.step_cost = StepCost(aim_of(self.limits.target_step_ms, geometry.device))
+        if (
+            geometry.groups and geometry.device != self.step_cost.device
+        ):  # what is known of it holds on
+            aim = aim_of(self.limits.target_step_ms, geometry.device)
+            self.step_cost = StepCost(aim, geometry.device)
         longest = geometry.pool_tokens(self.policy.holds_finished)
         self.rows = Rows(
             self.limits.max_requests_per_batch,

@@ -58,13 +58,15 @@ def aim_of(target_step_ms: float | None, device: str) -> float:
 
 
 class StepCost:
-    """Estimates what steps cost, in seconds; `aim` is what one should take, 0 = no matter.
+    """Estimates what steps cost on `device`, in seconds; `aim` is what one should take, 0 = no
+    matter.
 
     A Kalman filter with a diagonal covariance, in relative terms.
     """
 
-    def __init__(self, aim: float) -> None:
+    def __init__(self, aim: float, device: str = "") -> None:
         self.aim = aim
+        self.device = device
         self.per_token = max(aim, 1e-3) / FIRST_TOKENS
         self.base = FIRST_BASE * self.per_token
         self.per_key = FIRST_KEY * self.per_token

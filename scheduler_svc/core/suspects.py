@@ -68,7 +68,8 @@ class Suspects:
         groups = [list(cell.members) for cell in self._line if cell is not self._innocent]
         shown = "; ".join(", ".join(group[:4]) + ", …" * (len(group) > 4) for group in groups[:4])
         more = " and others" * (len(groups) > 4)
-        return f"{len(self._cells)} requests in {len(groups)} groups ({shown}{more})"
+        counts = f"{len(self._cells)} request(s) in {len(groups)} group(s)"
+        return f"{counts}: {shown}{more}"
 
     def turns(self) -> list[Cell | None]:
         """Whose turn it is, first to last, if those before have nothing to compute; None stands

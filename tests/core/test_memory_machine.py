@@ -20,6 +20,7 @@ from scheduler_svc.core.decide import decide
 from scheduler_svc.core.request import NO_ROW, NewRequest, Request, RequestState, Sampling
 from scheduler_svc.core.room import Room
 from scheduler_svc.core.shortage import by_kind
+from tests.fresh_seeds import SECONDS
 from tests.sim.workload import Setup, Simulation, verify
 
 
@@ -254,7 +255,10 @@ class MemoryMachineAnew(MemoryMachine):
 
 
 MemoryMachineAnew.TestCase.settings = settings(
-    settings.get_profile("explore"), stateful_step_count=60, suppress_health_check=list(HealthCheck)
+    settings.get_profile("explore"),
+    max_examples=max(20, round(3 * SECONDS)),
+    stateful_step_count=60,
+    suppress_health_check=list(HealthCheck),
 )
 
 
