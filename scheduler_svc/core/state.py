@@ -128,9 +128,8 @@ class State:
             )
             self.swap_allocators.append(FullAttentionAllocator(self.swap_pool, *shape))
         self.prefix_cache = PrefixCache(self.allocators, geometry.page_size)
-        if (
-            geometry.groups and geometry.device != self.step_cost.device
-        ):  # what is known of it holds on
+        # what is known of the same device holds on
+        if geometry.groups and geometry.device != self.step_cost.device:
             aim = aim_of(self.limits.target_step_ms, geometry.device)
             self.step_cost = StepCost(aim, geometry.device)
         longest = geometry.pool_tokens(self.policy.holds_finished)
