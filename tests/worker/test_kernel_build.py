@@ -90,6 +90,21 @@ def test_a_compiler_without_openmp(cache, refusing, caplog, monkeypatch):
     assert "-fopenmp" in calls.read_text()
 
 
+def test_a_library_that_was_cut_short_is_built_again(cache, monkeypatch):
+    """To load it would be a bus error, at every start."""
+    kernel_library(cache)
+    (library,) = cache.glob("*.so")
+    whole = library.read_bytes()
+    library.unlink()  # it is mapped
+    for length in (1000, 0):
+        library.write_bytes(whole[:length])
+        monkeypatch.setattr(build, "_loaded", {})
+        assert threads(kernel_library(cache)) == 2
+        (library,) = cache.glob("*.so")
+        assert library.stat().st_size == len(whole)
+        library.unlink()
+
+
 def test_what_is_in_the_cache_needs_no_compiler(cache, refusing):
     """Every start but the first."""
     calls = refusing()

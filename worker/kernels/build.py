@@ -5,8 +5,9 @@ flags and CPU, so it is built once per machine. Several processes may start at o
 into a folder of its own and renames the result, so that nobody loads half a library. A cache that
 cannot be written, or a user without a home for it, is no obstacle: then the build is used from a
 temporary folder. Nor is a compiler that lacks OpenMP or the flag for this CPU: it is used without,
-and the library is named after what it was built with. Within a process it is built and loaded once;
-`build_ahead` does so beside what else a start takes time for.
+and the library is named after what it was built with, and after its size: loading one that a full
+disk or a power cut has shortened would kill the process. Within a process it is built and loaded
+once; `build_ahead` does so beside what else a start takes time for.
 """
 
 from __future__ import annotations
@@ -103,12 +104,14 @@ def _built(folder: Path) -> Path:
     """The library in the cache, built if it is not there."""
 
     def keep(flags: tuple[str, ...]) -> Path:
-        path = folder / f"kernels-{_fingerprint(flags)}.so"
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as private:
-                os.replace(_build(Path(private), flags), path)
-        return path
+        name = f"kernels-{_fingerprint(flags)}"
+        for path in folder.glob(f"{name}-*.so"):
+            if path.name == f"{name}-{path.stat().st_size}.so":
+                return path
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as private:
+            built = _build(Path(private), flags)
+            return built.rename(folder / f"{name}-{built.stat().st_size}.so")
 
     return _first_that_compiles(keep)
 
