@@ -45,8 +45,10 @@ def test_hub_id_passes_through(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["/no/such/folder", "./absent", "../x", "~/absent-model", "a/b/c", "", "org/", "-x"]
 )
-def test_absent_folder_is_named(name: str) -> None:
+def test_absent_folder_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would be looked for on the Hub, with an answer that speaks of repositories."""
+    (folder := tmp_path / "empty" / "deep").mkdir(parents=True)
+    monkeypatch.chdir(folder)  # where nothing lies about that has one of these names
     with pytest.raises(ModelNotFound, match="allowed: smollm2-135m-instruct, a local folder") as e:
         resolve_model(name)
     assert repr(name) in str(e.value)
