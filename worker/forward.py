@@ -11,7 +11,7 @@ tokens stayed finite. Does not own: where inputs come from
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +21,6 @@ from worker.attention.interface import AttentionBackend, LayerHandler, StepConte
 from worker.inputs import StepInputs
 from worker.io_buffers import DeviceInputs
 from worker.kv_pool import KvPool
-
-if TYPE_CHECKING:
-    from worker.load import LoadedModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,16 +33,18 @@ class Forwarded:
 
 
 class Forward:
-    """The model with its memory; `last_token` int64 [rows] is what each row sampled last."""
+    """The model with its memory. `hidden_states` is the part that gives the last hidden states of
+    every token, `last_token` int64 [rows] what each row sampled last."""
 
     def __init__(
         self,
-        loaded: LoadedModel,
+        model: PreTrainedModel,
+        hidden_states: nn.Module,
         backend: AttentionBackend,
         pool: KvPool,
         last_token: torch.Tensor,
     ) -> None:
-        self._model, self._hidden_states = loaded.model, loaded.hidden_states
+        self._model, self._hidden_states = model, hidden_states
         self._backend = backend
         self._pool = pool
         self._last_token = last_token

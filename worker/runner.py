@@ -123,7 +123,9 @@ class Runner:
         capacity = self._capacity()
         self._sets = [_IoSet(capacity, self._device) for _ in range(MOST_IN_FLIGHT)]
         self._num_launched = 0
-        self._forward = Forward(loaded, self.backend, self.pool, self._last_token)
+        self._forward = Forward(
+            loaded.model, loaded.hidden_states, self.backend, self.pool, self._last_token
+        )
         self._static: StaticForward | None = None
         if captures if is_padded is None else is_padded:
             static = InputBuffer(capacity, self._device)
