@@ -1,8 +1,8 @@
 """What to do when requests live, no plan is in flight, and no step can be planned: a wedge.
 
 It cannot happen, as far as we know; should it, it is a bug of ours in who may have which memory.
-It costs the request at the head of the line, not the service: that one gives back what it holds
-and starts afresh, without the prefix cache; if a wedge finds it again, it is to fail.
+It costs a request, not the service: the newest that runs, else the first that waits, gives back
+what it holds and starts afresh, without the prefix cache; if a wedge finds it again, it is to fail.
 """
 
 from __future__ import annotations
