@@ -47,12 +47,12 @@ guards: $(VENV)/installed
 # not measured again. What each figure means: docs/benchmarks.md.
 bench: $(VENV)/installed guards
 	$(BIN)/python -m tests.bench.startup
-	$(BIN)/python -m tests.core.step_cost
-	$(BIN)/python -m tests.scheduler.streaming_bench
-	$(BIN)/python -m tests.worker.attention_bench
-	$(BIN)/python -m tests.worker.linear_bench
-	$(BIN)/python -m tests.worker.step_bench
-	$(BIN)/python -m tests.worker.format_agreement
+	$(BIN)/python -m tests.bench.step_cost
+	$(BIN)/python -m tests.bench.streaming
+	$(BIN)/python -m tests.bench.attention_speed
+	$(BIN)/python -m tests.bench.linear_speed
+	$(BIN)/python -m tests.bench.step_speed
+	$(BIN)/python -m tests.bench.format_agreement
 	$(BIN)/python -m tests.bench.long_prompt
 	$(BIN)/python -m tests.bench.against_transformers --out build/bench $(BENCH)
 	$(BIN)/python -m tests.bench.static_vs_fifo --out build/bench $(BENCH)

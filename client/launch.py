@@ -20,7 +20,11 @@ class LaunchError(Exception):
     """A program that cannot be started here; `str()` says how to change that."""
 
 
-_MODULES: Final = {"scheduler": "scheduler_svc", "worker": "worker", "compare": "worker.compare"}
+_MODULES: Final = {
+    "scheduler": "scheduler_svc",
+    "worker": "worker",
+    "compare": "worker.model.compare",
+}
 _NEEDS: Final = {
     "scheduler": ("grpc_health", "grpc_reflection", "jinja2", "numpy", "transformers", "zmq"),
     "worker": ("numpy", "psutil", "torch", "transformers", "zmq"),

@@ -14,7 +14,7 @@ Dimensions of a plan:
     K scores (prompt_logprobs)
 
 Owns: names, order, dtypes and shapes. Does not own: what the numbers mean for scheduling
-(scheduler_svc/core/pack.py writes them) or for attention (worker/inputs.py reads them).
+(scheduler_svc/core/pack.py writes them) or for attention (worker/batch/inputs.py reads them).
 """
 
 from __future__ import annotations

@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from scheduler_svc.config import Config, ConfigError, prepare_worker_address
-from scheduler_svc.config_sources import load_config
 from scheduler_svc.core import views
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.policies import POLICIES
-from scheduler_svc.descriptors import raise_limit
-from scheduler_svc.engine import Engine
-from scheduler_svc.events import Event, Status
-from scheduler_svc.kubernetes import note_service_links
-from scheduler_svc.server import CannotListen, EngineCrashed, ModelRefused, serve
-from scheduler_svc.worker_link import WorkerLink
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.events import Event, Status
+from scheduler_svc.engine.worker_link import WorkerLink
+from scheduler_svc.front.server import CannotListen, EngineCrashed, ModelRefused, serve
+from scheduler_svc.settings.config import Config, ConfigError, prepare_worker_address
+from scheduler_svc.settings.config_sources import load_config
+from scheduler_svc.settings.descriptors import raise_limit
+from scheduler_svc.settings.kubernetes import note_service_links
 
 log = logging.getLogger(__name__)
 

@@ -59,7 +59,7 @@ def test_systemd_and_serve_agree_on_what_is_fatal() -> None:
 
 def test_the_example_configuration_loads() -> None:
     """A copied example that is refused is the worst first impression."""
-    from scheduler_svc.config_sources import load_config
+    from scheduler_svc.settings.config_sources import load_config
 
     path = DEPLOY / "chairlift.toml"
     config = load_config(["--config", str(path)], {})

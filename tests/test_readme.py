@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_configuration_table_is_complete() -> None:
     """A key that is missing there is one that nobody finds; a wrong default is worse."""
-    from scheduler_svc.config import Config
+    from scheduler_svc.settings.config import Config
 
     rows = re.findall(r"^\| `(\w+)` \| (\S+) \|", README, re.MULTILINE)
     defaults = [(field.name, shown(field.default)) for field in dataclasses.fields(Config)]

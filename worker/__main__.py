@@ -25,12 +25,12 @@ from typing import Any
 
 from protos import link_pb2
 from protos.session import PROTOCOL
-from worker import systemd
-from worker.control_group import usable_threads
-from worker.curve import CurveKeys
 from worker.kernels.build import build_ahead
-from worker.link import Link
-from worker.loop import EXIT_CANNOT_LOAD, Progress, Runner, serve
+from worker.process import systemd
+from worker.process.control_group import usable_threads
+from worker.process.curve import CurveKeys
+from worker.process.link import Link
+from worker.process.loop import EXIT_CANNOT_LOAD, Progress, Runner, serve
 
 logger = logging.getLogger("worker")
 
@@ -108,7 +108,7 @@ def import_ahead() -> None:
     """What `build` needs: more seconds, which need not wait for the scheduler's Configure."""
     # what cannot be imported `build` meets again, and the scheduler is told
     with contextlib.suppress(ImportError), _no_garbage():
-        importlib.import_module("worker.load")
+        importlib.import_module("worker.model.load")
         importlib.import_module("worker.runner")
 
 
@@ -142,7 +142,7 @@ def _no_garbage() -> Iterator[None]:
 
 def build(configure: link_pb2.Configure, progress: Progress) -> Runner:
     """Loads the model and allocates its KV pool."""
-    from worker.load import load_model
+    from worker.model.load import load_model
     from worker.runner import Runner as ModelRunner
 
     return ModelRunner(load_model(configure, progress), configure, progress=progress)

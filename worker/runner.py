@@ -28,23 +28,23 @@ import torch
 from protos import link_pb2
 from protos.plan import Int32, StepPlan, StepResult, empty_plan
 from worker.attention import choose_backend
-from worker.capture_check import why_not_capturable
-from worker.deterministic import RowBits, prove_row_bits
-from worker.device_failure import DeviceFailed
-from worker.forward import Forward, Forwarded
-from worker.graphs import StaticForward
-from worker.inputs import StepInputs, prepare_inputs
-from worker.io_buffers import Capacity, InputBuffer, OutputBuffer
-from worker.kv_pool import KvPool
-from worker.load import LoadedModel
-from worker.memory import plan_memory
-from worker.packing import is_packed
-from worker.padding import PaddedShape, PaddedShapes, row_shape
-from worker.plan_values import check_values, refuse_later_features
-from worker.pre_ops import MOST_IN_FLIGHT, PreOps
-from worker.sampler import SampleRows, sample
-from worker.streams import Mark, new_lane, settle
-from worker.swap import SwapPool
+from worker.batch.inputs import StepInputs, prepare_inputs
+from worker.batch.padding import PaddedShape, PaddedShapes, row_shape
+from worker.batch.plan_values import check_values, refuse_later_features
+from worker.cpu_layers.deterministic import RowBits, prove_row_bits
+from worker.cpu_layers.packing import is_packed
+from worker.kv.kv_pool import KvPool
+from worker.kv.swap import SwapPool
+from worker.memory.pool_size import plan_memory
+from worker.model.capture_check import why_not_capturable
+from worker.model.load import LoadedModel
+from worker.process.device_failure import DeviceFailed
+from worker.step.forward import Forward, Forwarded
+from worker.step.graphs import StaticForward
+from worker.step.io_buffers import Capacity, InputBuffer, OutputBuffer
+from worker.step.lanes import Mark, new_lane, settle
+from worker.step.pre_ops import MOST_IN_FLIGHT, PreOps
+from worker.step.sampler import SampleRows, sample
 
 Sample = Callable[[torch.Tensor, SampleRows], torch.Tensor]  # worker.sampler.sample
 Progress = Callable[[str, float], None]

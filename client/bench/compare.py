@@ -1,4 +1,4 @@
-"""transformers on the same work: drives `python -m worker.compare`, which holds the model.
+"""transformers on the same work: drives `python -m worker.model.compare`, which holds the model.
 
 The client has no torch. The child loads the model once and then does one system at a time, when it
 is told to; in between it sleeps, so that the systems can be measured in turns.

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from client import Chairlift
 from client.bench.machine import describe_machine, versions
-from tests.e2e.processes import Server
+from tests.support.processes import Server
 
 _PROMPT_TOKENS = 6000
 _BURST = 16

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from client import Chairlift, Unavailable
-from tests.e2e.processes import free_port
+from tests.support.processes import free_port
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 # what is over when such a line is logged

@@ -24,11 +24,11 @@ from scheduler_svc.core.prefix_cache import PrefixCache
 from scheduler_svc.core.request import Request, Sampling
 from scheduler_svc.core.seeds import streams, uniforms
 from scheduler_svc.core.state import InFlight, State
-from scheduler_svc.text import Detokenizer, Pieces
+from scheduler_svc.text.text import Detokenizer, Pieces
 from tests.bench.conftest import Guard
-from tests.core.step_cost import decoding
-from tests.scheduler.small_tokenizers import byte_level, metaspace
-from tests.sim.eviction import without_model
+from tests.bench.eviction import without_model
+from tests.bench.step_cost import decoding
+from tests.support.small_tokenizers import byte_level, metaspace
 
 NUM_REQUESTS = 256
 

@@ -14,16 +14,16 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.bench.attention_speed import one_step, step_context
 from tests.bench.conftest import Guard
-from tests.worker.attention_bench import one_step, step_context
-from tests.worker.promised import promised_geometry
+from tests.support.promised import promised_geometry
 from worker.attention.cpu import CpuBackend
 from worker.attention.interface import ATTENTION_NAME, AttentionCall, answering, register
 from worker.attention.reference import ReferenceBackend
-from worker.fusing import fuse_model, unfuse_model
+from worker.cpu_layers.fusing import fuse_model, unfuse_model
+from worker.cpu_layers.packed_linear import PackedLinear
+from worker.cpu_layers.packing import pack_model
 from worker.kernels.build import kernel_library
-from worker.packed_linear import PackedLinear
-from worker.packing import pack_model
 
 WIDTH, INTERMEDIATE, NUM_LAYERS = 576, 1536, 6
 NUM_COPIES = 12  # of a layer's weights, which together exceed the caches

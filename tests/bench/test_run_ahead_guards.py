@@ -21,11 +21,11 @@ from protos import link_pb2
 from scheduler_svc.__main__ import SWITCH_SECONDS
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.request import NewRequest
-from scheduler_svc.engine import Engine
-from scheduler_svc.events import Event, Finished, Submission
-from scheduler_svc.text import OutputText, Pieces
-from scheduler_svc.worker_link import WorkerLink
-from tests.scheduler.small_tokenizers import byte_level
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.events import Event, Finished, Submission
+from scheduler_svc.engine.worker_link import WorkerLink
+from scheduler_svc.text.text import OutputText, Pieces
+from tests.support.small_tokenizers import byte_level
 
 STEP_MS = 5.0
 NUM_REQUESTS = 256
@@ -38,7 +38,7 @@ def gaps(socket: Path, depth: int) -> np.ndarray:
     """Idle time before each step of 256 decoding requests, as a share of a step. [steps]"""
     address = f"ipc://{socket}"
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "tests.scheduler.simulated_worker", address,
+        [sys.executable, "-P", "-m", "tests.support.simulated_worker", address,
          "--step-ms", str(STEP_MS), "--vocab-size", str(NUM_LETTERS)],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from client.bench.records import Run
 from client.bench.result import Result
 from tests.bench import against_transformers, static_vs_fifo
 from tests.bench.rows_picture import rows_picture
-from tests.client.bench.records import request, result, step
+from tests.support.bench_records import request, result, step
 
 
 def measured(slowness: float, rows: int, wasted: int = 0, label: str = "fifo") -> Result:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from client import Chairlift
-from tests.client.fake_server import FakeEngine, start
+from tests.support.fake_server import FakeEngine, start
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 import client
 from client import AsyncChairlift, Chairlift, ChatMessage
-from tests.client.fake_server import FakeEngine
+from tests.support.fake_server import FakeEngine
 
 
 @pytest.fixture

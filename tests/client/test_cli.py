@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from client import cli, launch
-from tests.client.fake_server import FakeEngine
+from tests.support.fake_server import FakeEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-P", "-m", "client"]

@@ -13,7 +13,7 @@ from client import AsyncChairlift, Chairlift, ChairliftError
 from client.connection import channel_options, is_loopback
 from client.launch import LaunchError
 from client.local_server import LocalServer, _endpoint, _reachable
-from tests.client.fake_server import FakeEngine, start
+from tests.support.fake_server import FakeEngine, start
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SCHEDULER = """
 import signal, sys
-from tests.client import fake_server
+from tests.support import fake_server
 class Engine(fake_server.FakeEngine):
     def Generate(self, request, context):
         if {fails} and "fruits" in request.chat.messages[-1].content:

@@ -10,7 +10,7 @@ import pytest
 
 import client
 from client import Chairlift, ChatMessage
-from tests.client.fake_server import FakeEngine
+from tests.support.fake_server import FakeEngine
 
 
 def test_the_exports_are_curated_and_real() -> None:

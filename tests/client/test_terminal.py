@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from client import cli, terminal
-from tests.client.fake_server import FakeEngine
 from tests.client.test_cli import read_terminal
+from tests.support.fake_server import FakeEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m\x7f\b\rend"

@@ -8,7 +8,7 @@ import pytest
 
 from scheduler_svc.core.check import check
 from scheduler_svc.core.request import FinishReason, NewRequest, Request, RequestState
-from tests.sim.workload import Setup, Simulation, expected
+from tests.support.simulation import Setup, Simulation, expected
 
 VICTIM, SURVIVOR = "victim", "survivor"
 

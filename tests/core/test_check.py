@@ -9,7 +9,7 @@ import pytest
 from scheduler_svc.core.check import InvariantError, check, check_idle
 from scheduler_svc.core.request import NewRequest
 from scheduler_svc.core.state import State
-from tests.sim.workload import Setup, Simulation
+from tests.support.simulation import Setup, Simulation
 
 
 def idle() -> State:

@@ -11,7 +11,7 @@ from scheduler_svc.core.check import check
 from scheduler_svc.core.commit import commit
 from scheduler_svc.core.decide import decide
 from scheduler_svc.core.request import NewRequest, Request, Sampling
-from tests.sim.workload import Setup, Simulation, verify
+from tests.support.simulation import Setup, Simulation, verify
 
 
 def test_a_tail_whose_sharers_have_left_is_not_copied() -> None:

@@ -12,7 +12,7 @@ from scheduler_svc.core.batch import Decision
 from scheduler_svc.core.decide import decide
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry, Limits
 from scheduler_svc.core.request import NewRequest, Request, RequestState
-from tests.sim.workload import Setup, Simulation, random_requests
+from tests.support.simulation import Setup, Simulation, random_requests
 
 
 def simulation(**changes: object) -> Simulation:

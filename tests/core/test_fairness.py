@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from scheduler_svc.core.request import NewRequest
-from tests.sim.workload import Setup, Simulation
+from tests.support.simulation import Setup, Simulation
 
 
 def turns_until_end(sim: Simulation, request_id: str, newcomer: NewRequest, most: int) -> int:

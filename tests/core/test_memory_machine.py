@@ -20,8 +20,8 @@ from scheduler_svc.core.decide import decide
 from scheduler_svc.core.request import NO_ROW, NewRequest, Request, RequestState, Sampling
 from scheduler_svc.core.room import Room
 from scheduler_svc.core.shortage import by_kind
-from tests.fresh_seeds import SECONDS
-from tests.sim.workload import Setup, Simulation, verify
+from tests.support.fresh_seeds import SECONDS
+from tests.support.simulation import Setup, Simulation, verify
 
 
 class AllocatorMachine(RuleBasedStateMachine):

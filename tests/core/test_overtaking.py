@@ -9,7 +9,7 @@ import pytest
 
 from scheduler_svc.core.decide import decide
 from scheduler_svc.core.request import NewRequest, Request
-from tests.sim.workload import Setup, Simulation, random_requests, run_workload
+from tests.support.simulation import Setup, Simulation, random_requests, run_workload
 
 SETUP = Setup(
     num_blocks=100, max_batch_tokens=512, max_requests=16, max_model_len=512, policy="priority",

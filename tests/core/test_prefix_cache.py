@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler_svc.core.request import NewRequest, RequestState
-from tests.sim.workload import Setup, Simulation, verify
+from tests.support.simulation import Setup, Simulation, verify
 
 PREFIX = list(range(1, 33))
 HYBRID = ((0, 1), (6, 1))

@@ -17,7 +17,7 @@ from scheduler_svc.core.pack import pack
 from scheduler_svc.core.policies import STATIC
 from scheduler_svc.core.request import NewRequest
 from scheduler_svc.core.state import State
-from tests.sim.workload import Setup, Simulation, random_requests, run_workload, verify
+from tests.support.simulation import Setup, Simulation, random_requests, run_workload, verify
 
 WORKLOADS = Path(__file__).resolve().parents[1] / "workloads"
 

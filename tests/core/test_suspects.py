@@ -11,7 +11,7 @@ import pytest
 
 from scheduler_svc.core.request import FinishReason, NewRequest, Request
 from scheduler_svc.core.state import InFlight
-from tests.sim.workload import Setup, Simulation, expected, random_requests
+from tests.support.simulation import Setup, Simulation, expected, random_requests
 
 Fails = Callable[[InFlight], bool]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from scheduler_svc.core.request import NewRequest
 from scheduler_svc.core.views import get_cache
-from tests.sim.eviction import without_model
-from tests.sim.workload import Setup, Simulation
+from tests.bench.eviction import without_model
+from tests.support.simulation import Setup, Simulation
 
 WORKLOAD = Path(__file__).parent.parent / "workloads" / "mixed.jsonl"
 

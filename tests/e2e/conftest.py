@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests.e2e.processes import Server
+from tests.support.processes import Server
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<s>{{ message.role }}: {{ message.content }}\n{% endfor %}"

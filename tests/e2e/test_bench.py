@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.processes import Server
+from tests.support.processes import Server
 
 ASKS = [([7] * 40, 9), ([1, 2, 3], 5), ([4] * 130, 3), ([5, 6], 12), ([8], 1), ([7] * 40, 9)]
 

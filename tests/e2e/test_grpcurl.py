@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.grpcurl import grpcurl, messages
-from tests.e2e.processes import Server
+from tests.support.grpcurl import grpcurl, messages
+from tests.support.processes import Server
 
 
 def test_list_shows_the_services(tiny_server: Server) -> None:

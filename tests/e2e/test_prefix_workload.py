@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from client import AsyncChairlift, Chairlift
-from tests.e2e.processes import Server
+from tests.support.processes import Server
 
 WORKLOAD = Path(__file__).parent.parent / "workloads" / "prefix.jsonl"
 PREFIX_TOKENS = 512

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.random_clients import Outcome, live
-from tests.fresh_seeds import SECONDS, fresh_seeds
+from tests.support.fresh_seeds import SECONDS, fresh_seeds
+from tests.support.random_clients import Outcome, live
 
 SEEDS = (1, 2, 3)  # what a longer run finds is added here
 CALLS = 20  # of each client

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from client import Chairlift
-from tests.e2e.processes import STOP_SECONDS, Server, free_port
+from tests.support.processes import STOP_SECONDS, Server, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_SECONDS = 60.0

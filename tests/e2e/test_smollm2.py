@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from client import AsyncChairlift, Chairlift
-from tests.e2e.grpcurl import grpcurl, messages
-from tests.e2e.processes import Server
+from tests.support.grpcurl import grpcurl, messages
+from tests.support.processes import Server
 
 TESTS = Path(__file__).parent.parent
 pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(600)]

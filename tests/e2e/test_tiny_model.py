@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from client import AsyncChairlift, Chairlift, InvalidRequest
-from tests.e2e.processes import Server
+from tests.support.processes import Server
 
 
 def mixed_requests(count: int) -> list[tuple[list[int], int]]:

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from scheduler_svc.core.request import NewRequest, Sampling
 from tests.families.tiny_configs import MAX_LEN, VOCAB_SIZE, tiny_config
-from tests.twins.in_process import InProcess
+from tests.support.in_process import InProcess
 from tests.worker.conftest import load
-from worker.geometry import UnsupportedModel
+from worker.kv.geometry import UnsupportedModel
 
 EQUAL, REFUSED, IMPOSSIBLE, WRONG = "equal", "refused", "impossible to build", "WRONG"
 _LENGTHS: Final = (3, 33, 9, 70, 20, 41, 1, 14)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from worker.embedded import DEFAULT_MODEL, resolve_model
+from worker.model.embedded import DEFAULT_MODEL, resolve_model
 
 HERE = Path(__file__).parent
 

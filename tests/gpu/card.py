@@ -14,8 +14,8 @@ from typing import Final, TypeVar
 
 import torch
 
-from worker.memory import free_memory
-from worker.streams import settle
+from worker.memory.pool_size import free_memory
+from worker.step.lanes import settle
 
 DEVICE: Final = torch.device(os.environ.get("CHAIRLIFT_GPU_TESTS_DEVICE", "cuda:0"))
 IS_CUDA: Final = DEVICE.type == "cuda"

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.gpu.card import DEVICE, DTYPE, IS_CUDA
+from tests.support.promised import promised_geometry
 from tests.worker.conftest import configure
-from tests.worker.promised import promised_geometry
 from worker.attention.interface import ATTENTION_NAME, register
-from worker.load import LoadedModel
+from worker.model.load import LoadedModel
 from worker.runner import Runner
 
 PAGE_SIZE: Final = 16

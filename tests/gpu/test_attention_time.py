@@ -10,13 +10,13 @@ import torch
 
 from tests.gpu.card import DEVICE, DTYPE, copy_bandwidth, has_room, seconds_on_device, sized
 from tests.gpu.conftest import NewTable
-from tests.worker.planner import plan_of
+from tests.support.planner import plan_of
 from worker.attention import choose_backend
 from worker.attention.interface import AttentionBackend, AttentionCall, GroupTables, StepContext
-from worker.geometry import FULL_ATTENTION, CacheGroup, Geometry
-from worker.inputs import prepare_inputs
-from worker.kv_pool import KvPool
-from worker.padding import row_shape
+from worker.batch.inputs import prepare_inputs
+from worker.batch.padding import row_shape
+from worker.kv.geometry import FULL_ATTENTION, CacheGroup, Geometry
+from worker.kv.kv_pool import KvPool
 
 HEADS, KV_HEADS, HEAD_DIM = sized((32, 8, 128), (4, 2, 16))  # Llama-3.1-8B's
 PAGE_SIZE = 16

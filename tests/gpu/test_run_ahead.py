@@ -14,10 +14,10 @@ import torch
 from scheduler_svc.core.request import NewRequest, Sampling
 from tests.gpu.card import DEVICE, IS_CUDA, sized
 from tests.gpu.conftest import NewTable
-from tests.twins.in_process import InProcess, Served
-from tests.worker import tiny_models
+from tests.support import tiny_models
+from tests.support.in_process import InProcess, Served
 from tests.worker.conftest import load
-from worker.load import LoadedModel
+from worker.model.load import LoadedModel
 
 REQUESTS = sized(80, 8)
 LONGEST_ANSWER = sized(90, 30)

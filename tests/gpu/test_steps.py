@@ -13,10 +13,10 @@ from protos.plan import StepPlan, StepResult
 from tests.gpu.card import DEVICE, IS_CUDA, has_room, sized
 from tests.gpu.conftest import NewTable
 from tests.gpu.models import NAMES, PAGE_SIZE, random_loaded, runner_of, weight_bytes
-from tests.worker.planner import Planner, Request
-from worker.memory import free_memory
+from tests.support.planner import Planner, Request
+from worker.memory.pool_size import free_memory
 from worker.runner import Launched, Runner
-from worker.streams import settle
+from worker.step.lanes import settle
 
 BATCHES = sized((1, 8, 64), (1, 3))
 CONTEXT = sized(512, 40)

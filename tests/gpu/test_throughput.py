@@ -15,7 +15,7 @@ from scheduler_svc.core.request import NewRequest, Sampling
 from tests.gpu.card import IS_CUDA, has_room, sized
 from tests.gpu.conftest import NewTable
 from tests.gpu.models import NAMES, config_of, random_loaded, random_model, weight_bytes
-from tests.twins.in_process import InProcess
+from tests.support.in_process import InProcess
 
 NAME = NAMES[0]
 REQUESTS = sized(256, 6)

@@ -10,10 +10,10 @@ import torch
 
 from tests.gpu.card import DEVICE, DTYPE, has_room, seconds_of, seconds_on_device, sized
 from tests.gpu.conftest import NewTable
-from worker.geometry import FULL_ATTENTION, CacheGroup, Geometry
-from worker.kv_pool import KvPool
-from worker.sampler import SampleRows, sample, split_rows
-from worker.swap import SwapPool
+from worker.kv.geometry import FULL_ATTENTION, CacheGroup, Geometry
+from worker.kv.kv_pool import KvPool
+from worker.kv.swap import SwapPool
+from worker.step.sampler import SampleRows, sample, split_rows
 
 BLOCKS = sized(256, 4)
 VOCAB_SIZE = sized(152_064, 400)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.worker.attention_cases import CALLS, TOLERANCE, Case, attend, by_hand, make_case
+from tests.support.attention_cases import CALLS, TOLERANCE, Case, attend, by_hand, make_case
 from worker.attention import choose_backend
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

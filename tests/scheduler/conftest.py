@@ -11,11 +11,11 @@ import pytest
 import pytest_asyncio
 
 from protos import admin_pb2_grpc, inference_pb2_grpc
-from scheduler_svc.config import Config
-from scheduler_svc.server import Server
-from scheduler_svc.tokenizer import Tokenizer
-from tests.scheduler.fake_engine import FakeEngine, fake_views
-from tests.scheduler.small_tokenizers import chat
+from scheduler_svc.front.server import Server
+from scheduler_svc.settings.config import Config
+from scheduler_svc.text.tokenizer import Tokenizer
+from tests.support.fake_engine import FakeEngine, fake_views
+from tests.support.small_tokenizers import chat
 
 
 @dataclass(eq=False)

@@ -11,8 +11,9 @@ import grpc
 import pytest
 
 from protos import inference_pb2 as pb
-from scheduler_svc.config import Config
-from tests.scheduler.calls import (
+from scheduler_svc.settings.config import Config
+from tests.scheduler.conftest import Edge, stop
+from tests.support.calls import (
     delta,
     generate,
     ids,
@@ -24,7 +25,6 @@ from tests.scheduler.calls import (
     text_of,
     until,
 )
-from tests.scheduler.conftest import Edge, stop
 
 
 @pytest.fixture(autouse=True)

@@ -12,15 +12,15 @@ import pytest
 
 from protos import admin_pb2
 from protos import inference_pb2 as pb
-from scheduler_svc.config import Config
 from scheduler_svc.errors import RequestRejected
-from scheduler_svc.inference_service import MAX_ABORTED_IDS
-from scheduler_svc.prompts import MAX_CONVERTED_TOKENS
-from scheduler_svc.statuses import MAX_REQUEST_BYTES
-from scheduler_svc.tokenizer import Tokenizer
-from tests.scheduler.calls import generate, read_all, says, status_of, text_of
+from scheduler_svc.front.inference_service import MAX_ABORTED_IDS
+from scheduler_svc.front.prompts import MAX_CONVERTED_TOKENS
+from scheduler_svc.front.statuses import MAX_REQUEST_BYTES
+from scheduler_svc.settings.config import Config
+from scheduler_svc.text.tokenizer import Tokenizer
 from tests.scheduler.conftest import Edge, stop
-from tests.scheduler.fake_engine import FACTS
+from tests.support.calls import generate, read_all, says, status_of, text_of
+from tests.support.fake_engine import FACTS
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 MEGABYTE = 1 << 20

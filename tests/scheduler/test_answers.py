@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler_svc.answers import Answers
 from scheduler_svc.core.request import FinishReason, Request, Sampling
+from scheduler_svc.engine.answers import Answers
+from scheduler_svc.engine.events import Delta, Failed, Finished
 from scheduler_svc.errors import RequestFailed
-from scheduler_svc.events import Delta, Failed, Finished
-from tests.scheduler.engine_bench import Bench, Letters, right
+from tests.support.engine_harness import Bench, Letters, right
 
 
 class Told:
     """Answers whose clock and tokens the test makes; ten messages a second, two at once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("scheduler_svc.answers.MESSAGES_PER_SECOND", 10)
-        monkeypatch.setattr("scheduler_svc.answers.MAX_BURST", 2)
+        monkeypatch.setattr("scheduler_svc.engine.answers.MESSAGES_PER_SECOND", 10)
+        monkeypatch.setattr("scheduler_svc.engine.answers.MAX_BURST", 2)
         self.now = 0.0
         self.answers = Answers(lambda: self.now)
         self.finished: list[Request] = []
@@ -98,8 +98,8 @@ def test_a_failure_comes_behind_all_that_was_said(told: Told) -> None:
 
 def test_the_rest_is_told_without_another_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a step takes long, or none follows, tokens that have come are kept from clients."""
-    monkeypatch.setattr("scheduler_svc.answers.MESSAGES_PER_SECOND", 10)
-    monkeypatch.setattr("scheduler_svc.answers.MAX_BURST", 1)
+    monkeypatch.setattr("scheduler_svc.engine.answers.MESSAGES_PER_SECOND", 10)
+    monkeypatch.setattr("scheduler_svc.engine.answers.MAX_BURST", 1)
     bench = Bench()
     bench.connect()
     for name in "abc":

@@ -24,13 +24,13 @@ from protos.plan import StepPlan, StepResult, decode_plan, encode_result
 from protos.session import PROTOCOL
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.request import NewRequest, Sampling
-from scheduler_svc.engine import Engine
-from scheduler_svc.events import Delta, Event, Failed, Finished, Submission
-from scheduler_svc.worker_link import WorkerLink
-from tests.memory_link import MemoryLink
-from tests.scheduler.engine_bench import GEOMETRY, right
-from tests.shadow_worker import ShadowWorker
-from worker.link import Link, LinkClosed, SessionEnded
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.events import Delta, Event, Failed, Finished, Submission
+from scheduler_svc.engine.worker_link import WorkerLink
+from tests.support.engine_harness import GEOMETRY, right
+from tests.support.memory_link import MemoryLink
+from tests.support.shadow_worker import ShadowWorker
+from worker.process.link import Link, LinkClosed, SessionEnded
 
 NUM_ROWS, VOCAB_SIZE = 4, 50
 PATIENCE = 60.0
@@ -302,9 +302,9 @@ def check_seed(seed: int, depth: int, address: str, healthy: queue.SimpleQueue[s
 @pytest.fixture
 def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     for tries in ("TRIES_IF_FAULTY", "TRIES_IF_LOST", "TRIES_IF_REPLACED"):
-        monkeypatch.setattr(f"scheduler_svc.worker_session.{tries}", 1000)
-    monkeypatch.setattr("scheduler_svc.worker_session.LONGEST_PAUSE", 0.1)
-    monkeypatch.setattr("worker.link.STANDBY_SECONDS", 0.1)
+        monkeypatch.setattr(f"scheduler_svc.engine.worker_session.{tries}", 1000)
+    monkeypatch.setattr("scheduler_svc.engine.worker_session.LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr("worker.process.link.STANDBY_SECONDS", 0.1)
 
 
 @pytest.mark.usefixtures("brisk")

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from scheduler_svc import background
-from scheduler_svc.streams import LiveStreams
+from scheduler_svc.front import background
+from scheduler_svc.front.streams import LiveStreams
 
 SECONDS = 10.0  # more than anything here takes
 

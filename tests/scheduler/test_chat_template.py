@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from scheduler_svc import chat_template
 from scheduler_svc.errors import RequestRejected
-from scheduler_svc.tokenizer import Tokenizer
-from tests.scheduler.small_tokenizers import byte_level
+from scheduler_svc.text import chat_template
+from scheduler_svc.text.tokenizer import Tokenizer
+from tests.support.small_tokenizers import byte_level
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -47,10 +47,10 @@ def test_a_template_that_fails_is_told(template: str, told: str) -> None:
 def test_output_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a template would fill the memory, and never give its thread back."""
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}words {% endfor %}{% endfor %}"
-    monkeypatch.setattr("scheduler_svc.tokenizer.MAX_RENDERED_CHARS", 10_000)
+    monkeypatch.setattr("scheduler_svc.text.tokenizer.MAX_RENDERED_CHARS", 10_000)
     with pytest.raises(RequestRejected, match="makes at most 10000 characters"):
         tokenizer(endless).encode_chat(HELLO)
-    monkeypatch.setattr("scheduler_svc.tokenizer.MAX_RENDERED_CHARS", 10**15)
+    monkeypatch.setattr("scheduler_svc.text.tokenizer.MAX_RENDERED_CHARS", 10**15)
     monkeypatch.setattr(chat_template, "MAX_RENDER_SECONDS", 0.0)
     with pytest.raises(RequestRejected, match="within 0 s"):
         tokenizer(endless).encode_chat(HELLO)

@@ -12,9 +12,9 @@ import pytest
 
 from protos import link_pb2
 from scheduler_svc.__main__ import make_engine
-from scheduler_svc.config import Config, ConfigError, Rule, prepare_worker_address
-from scheduler_svc.config_sources import build_parser, load_config
 from scheduler_svc.core.policies import FIFO, POLICIES, Policy
+from scheduler_svc.settings.config import Config, ConfigError, Rule, prepare_worker_address
+from scheduler_svc.settings.config_sources import build_parser, load_config
 
 
 def message(*arguments: str, **environ: str) -> str:

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from scheduler_svc.control_tokens import BEGIN, END
-from scheduler_svc.tokenizer import Tokenizer
-from tests.scheduler.small_tokenizers import byte_level, metaspace
+from scheduler_svc.text.control_tokens import BEGIN, END
+from scheduler_svc.text.tokenizer import Tokenizer
+from tests.support.small_tokenizers import byte_level, metaspace
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from client import Chairlift, Unavailable
-from scheduler_svc.descriptors import MOST, RESERVED, most_connections, raise_limit
-from tests.e2e.processes import free_port
-from tests.scheduler.small_tokenizers import chat
+from scheduler_svc.settings.descriptors import MOST, RESERVED, most_connections, raise_limit
+from tests.support.processes import free_port
+from tests.support.small_tokenizers import chat
 
 LIMIT = 128
 SECONDS = 60.0  # longer than anything takes on a busy machine
@@ -54,7 +54,7 @@ def test_clients_leave_descriptors_to_a_worker_that_comes_back(
     port, address = free_port(), f"ipc://{tmp_path}/w"
     options = ["--host", "127.0.0.1", "--port", str(port), "--worker-address", address]
     scheduler = start("scheduler_svc", *options, limit=LIMIT)
-    worker_line = ["tests.scheduler.simulated_worker", address, "--vocab-size", "258"]
+    worker_line = ["tests.support.simulated_worker", address, "--vocab-size", "258"]
     worker_line += ["--model-path", str(tmp_path / "model"), "--step-ms", "20"]
     worker = start(*worker_line)
     with contextlib.ExitStack() as stack:

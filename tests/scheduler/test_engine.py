@@ -10,6 +10,7 @@ import pytest
 from protos import link_pb2
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry
 from scheduler_svc.core.request import FinishReason
+from scheduler_svc.engine.events import Failed
 from scheduler_svc.errors import (
     DuplicateRequest,
     QueueFull,
@@ -17,8 +18,7 @@ from scheduler_svc.errors import (
     RequestRejected,
     Unavailable,
 )
-from scheduler_svc.events import Failed
-from tests.scheduler.engine_bench import Bench, right
+from tests.support.engine_harness import Bench, right
 
 SMALLER = Geometry(4, 3 + 2, 64, (GroupGeometry(FULL_ATTENTION, 1, 1),), max_model_len=32)
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from protos import link_pb2
-from scheduler_svc import engine as engine_module
 from scheduler_svc.core.decide import decide
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry
 from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.state import State
+from scheduler_svc.engine import engine as engine_module
+from scheduler_svc.engine.events import Failed
 from scheduler_svc.errors import RequestFailed
-from scheduler_svc.events import Failed
-from tests.scheduler.engine_bench import Bench, assert_nothing_is_held, right
+from tests.support.engine_harness import Bench, assert_nothing_is_held, right
 
 ROOMY = Geometry(4, 100 + 2, 64, (GroupGeometry(FULL_ATTENTION, 1, 1),), max_model_len=64)
 

@@ -9,9 +9,9 @@ import pytest
 from scheduler_svc.core import views
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry
 from scheduler_svc.core.state import State
+from scheduler_svc.engine.events import Failed
 from scheduler_svc.errors import QueueFull
-from scheduler_svc.events import Failed
-from tests.scheduler.engine_bench import Bench, right
+from tests.support.engine_harness import Bench, right
 
 ROOMY = Geometry(4, 400 + 2, 64, (GroupGeometry(FULL_ATTENTION, 1, 1),), max_model_len=64)
 

@@ -10,8 +10,9 @@ import pytest
 from protos import inference_pb2 as pb
 from scheduler_svc.core.request import FinishReason
 from scheduler_svc.errors import QueueFull, RequestFailed
-from scheduler_svc.statuses import DETAILS_KEY
-from tests.scheduler.calls import (
+from scheduler_svc.front.statuses import DETAILS_KEY
+from tests.scheduler.conftest import Edge
+from tests.support.calls import (
     BYTES,
     END,
     generate,
@@ -24,8 +25,7 @@ from tests.scheduler.calls import (
     text_of,
     until,
 )
-from tests.scheduler.conftest import Edge
-from tests.scheduler.fake_engine import FACTS, FakeEngine
+from tests.support.fake_engine import FACTS, FakeEngine
 
 
 async def test_a_stream_is_started_chunks_complete(edge: Edge) -> None:

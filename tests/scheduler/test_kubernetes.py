@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from scheduler_svc.config import ConfigError
-from scheduler_svc.config_sources import load_config
-from scheduler_svc.kubernetes import note_service_links
+from scheduler_svc.settings.config import ConfigError
+from scheduler_svc.settings.config_sources import load_config
+from scheduler_svc.settings.kubernetes import note_service_links
 
 
 def service(name: str, port: int = 50051, port_name: str = "") -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from protos import inference_pb2 as pb
-from scheduler_svc.model_defaults import default_sampling, eos_token_ids
+from scheduler_svc.text.model_defaults import default_sampling, eos_token_ids
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from scheduler_svc import prompt_length
 from scheduler_svc.errors import RequestRejected
-from scheduler_svc.prompt_length import TokenBytes, TokenLimit, refuse_if_too_long, token_bytes_of
-from tests.scheduler.small_tokenizers import byte_level, metaspace
+from scheduler_svc.text import prompt_length
+from scheduler_svc.text.prompt_length import (
+    TokenBytes,
+    TokenLimit,
+    refuse_if_too_long,
+    token_bytes_of,
+)
+from tests.support.small_tokenizers import byte_level, metaspace
 
 
 def with_parts(tokenizer: Tokenizer, **parts: Any) -> Tokenizer:

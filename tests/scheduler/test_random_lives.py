@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.fresh_seeds import SECONDS, fresh_seeds
-from tests.scheduler.random_lives import Life
+from tests.support.fresh_seeds import SECONDS, fresh_seeds
+from tests.support.random_lives import Life
 
 # Seeds of lives that went wrong once. What a seed means changes with random_lives.py: what one has
 # found also needs a test of its own.

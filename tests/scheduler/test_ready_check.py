@@ -11,7 +11,7 @@ from scheduler_svc.core.limits import (
     Geometry,
     GroupGeometry,
 )
-from tests.scheduler.engine_bench import Bench, right
+from tests.support.engine_harness import Bench, right
 
 HYBRID = Geometry(
     4,

@@ -18,16 +18,17 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from scheduler_svc import __main__, systemd
-from scheduler_svc import server as server_module
-from scheduler_svc.config import Config
-from scheduler_svc.server import INFERENCE, CannotListen, EngineCrashed, ModelRefused, serve
-from scheduler_svc.tokenizer import Tokenizer
-from tests.scheduler.calls import SECONDS
+from scheduler_svc import __main__
+from scheduler_svc.front import server as server_module
+from scheduler_svc.front.server import INFERENCE, CannotListen, EngineCrashed, ModelRefused, serve
+from scheduler_svc.settings import systemd
+from scheduler_svc.settings.config import Config
+from scheduler_svc.text.tokenizer import Tokenizer
 from tests.scheduler.conftest import Edge, stop
-from tests.scheduler.fake_engine import FakeEngine, fake_views
-from tests.scheduler.small_tokenizers import chat
 from tests.scheduler.test_server import NOT_SERVING, health, process
+from tests.support.calls import SECONDS
+from tests.support.fake_engine import FakeEngine, fake_views
+from tests.support.small_tokenizers import chat
 
 ROOT = Path(__file__).parents[2]
 

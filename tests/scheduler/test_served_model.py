@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from scheduler_svc.engine.events import Status
 from scheduler_svc.errors import QueueFull, Unavailable
-from scheduler_svc.events import Status
-from scheduler_svc.served_model import NO_WORKER, ServedModel
-from scheduler_svc.tokenizer import Tokenizer
-from tests.scheduler.fake_engine import FACTS
-from tests.scheduler.small_tokenizers import chat
+from scheduler_svc.front.served_model import NO_WORKER, ServedModel
+from scheduler_svc.text.tokenizer import Tokenizer
+from tests.support.fake_engine import FACTS
+from tests.support.small_tokenizers import chat
 
 READY = Status("ready", FACTS, None, 0, 0)
 SECONDS = 10.0  # more than anything here takes

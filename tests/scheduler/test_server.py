@@ -21,10 +21,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from scheduler_svc.config import Config
-from scheduler_svc.server import INFERENCE, CannotListen, EngineCrashed, serve
+from scheduler_svc.front.server import INFERENCE, CannotListen, EngineCrashed, serve
+from scheduler_svc.settings.config import Config
 from tests.scheduler.conftest import Edge, stop
-from tests.scheduler.fake_engine import FakeEngine, fake_views
+from tests.support.fake_engine import FakeEngine, fake_views
 
 ROOT = Path(__file__).parents[2]
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -109,7 +109,7 @@ async def test_more_than_four_mebibytes_pass_by_default(edge: Edge) -> None:
 async def process(*options: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, Any]]:
     """A server process and a stub of it; killed at the end should it still run."""
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.scheduler.serving_process",
+        sys.executable, "-m", "tests.support.serving_process",
         "--host", "127.0.0.1", "--port", "0", *options,
         cwd=ROOT, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip

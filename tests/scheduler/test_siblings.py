@@ -10,9 +10,9 @@ import pytest
 from protos import inference_pb2 as pb
 from scheduler_svc.core.request import FinishReason
 from scheduler_svc.errors import RequestFailed
-from tests.scheduler.calls import generate, ids, kinds, read_all, started, status_of, until
 from tests.scheduler.conftest import Edge
-from tests.scheduler.fake_engine import FakeEngine
+from tests.support.calls import generate, ids, kinds, read_all, started, status_of, until
+from tests.support.fake_engine import FakeEngine
 
 THREE = pb.SamplingParams(n=3, seed=5)
 

@@ -12,9 +12,10 @@ import grpc
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, duration_pb2, message_factory
 
-from scheduler_svc import errors, trimming
-from scheduler_svc.statuses import STATUS_OF, StatusInterceptor, retry_details
-from tests.scheduler.calls import until
+from scheduler_svc import errors
+from scheduler_svc.front import trimming
+from scheduler_svc.front.statuses import STATUS_OF, StatusInterceptor, retry_details
+from tests.support.calls import until
 
 
 def test_every_error_has_a_status() -> None:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 
 from protos import inference_pb2 as pb
-from scheduler_svc.admission import admit
-from scheduler_svc.events import TextStream
-from scheduler_svc.served_model import Model
-from scheduler_svc.tokenizer import Tokenizer
-from tests.scheduler.fake_engine import FACTS
-from tests.scheduler.small_tokenizers import byte_level, chat
+from scheduler_svc.engine.events import TextStream
+from scheduler_svc.front.served_model import Model
+from scheduler_svc.front.validation import admit
+from scheduler_svc.text.tokenizer import Tokenizer
+from tests.support.fake_engine import FACTS
+from tests.support.small_tokenizers import byte_level, chat
 
 RUST = byte_level()
 MODEL = Model("tiny", FACTS, Tokenizer(chat()))

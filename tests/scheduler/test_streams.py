@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
+from scheduler_svc.engine.events import Delta, Event, Failed
 from scheduler_svc.errors import DuplicateRequest, Unavailable
-from scheduler_svc.events import Delta, Event, Failed
-from scheduler_svc.streams import EVENTS_PER_TURN, LiveStreams, ended_unseen
+from scheduler_svc.front.streams import EVENTS_PER_TURN, LiveStreams, ended_unseen
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import worker.systemd
-from scheduler_svc import systemd
-from scheduler_svc.systemd import notify
+import worker.process.systemd
+from scheduler_svc.settings import systemd
+from scheduler_svc.settings.systemd import notify
 
 
 @pytest.mark.parametrize("kind", ["path", "abstract"])
@@ -37,7 +37,7 @@ def test_a_socket_that_takes_nothing_is_logged(
     monkeypatch.setenv("NOTIFY_SOCKET", address)
     assert not notify("READY=1")
     for _ in range(2):
-        worker.systemd.notify("READY=1")  # says it once: it tells of each quarter of a load
+        worker.process.systemd.notify("READY=1")  # says it once: it tells of each quarter of a load
     assert [address in record.getMessage() for record in caplog.records] == [True, True]
 
 

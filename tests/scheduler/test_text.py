@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from scheduler_svc.stop_strings import StopStrings
-from scheduler_svc.text import (
+from scheduler_svc.text.stop_strings import StopStrings
+from scheduler_svc.text.text import (
     CONTEXT_TOKENS,
     MAX_HELD_TOKENS,
     REPLACEMENT,
@@ -19,7 +19,7 @@ from scheduler_svc.text import (
     OutputText,
     Pieces,
 )
-from tests.scheduler.small_tokenizers import byte_level, metaspace
+from tests.support.small_tokenizers import byte_level, metaspace
 
 BYTES = byte_level()
 MERGED = byte_level([("Ċ", "Ċ"), ("E", "N"), ("a", "b"), ("ð", "Ł"), ("¬", "â")])

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_svc.text_threads import LONG_BYTES, NUM_SHORT, TextThreads
-from scheduler_svc.tokenizer import Tokenizer
-from tests.scheduler.calls import until
-from tests.scheduler.small_tokenizers import chat
+from scheduler_svc.text.text_threads import LONG_BYTES, NUM_SHORT, TextThreads
+from scheduler_svc.text.tokenizer import Tokenizer
+from tests.support.calls import until
+from tests.support.small_tokenizers import chat
 
 
 class Crowd:

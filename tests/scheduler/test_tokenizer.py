@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from scheduler_svc.tokenizer import Tokenizer
-from tests.scheduler.small_tokenizers import byte_level, chat, metaspace
+from scheduler_svc.text.tokenizer import Tokenizer
+from tests.support.small_tokenizers import byte_level, chat, metaspace
 
 
 @pytest.fixture
@@ -105,10 +105,10 @@ import importlib, pkgutil, sys
 import scheduler_svc
 for module in pkgutil.walk_packages(scheduler_svc.__path__, "scheduler_svc."):
     importlib.import_module(module.name)
-from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.text.tokenizer import Tokenizer
 tokenizer = Tokenizer.load({str(folder)!r})
 tokenizer.encode_chat([{{"role": "user", "content": "hi"}}])
-assert "scheduler_svc.server" in sys.modules
+assert "scheduler_svc.front.server" in sys.modules
 assert sys.modules.get("torch") is None, "torch was imported"
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

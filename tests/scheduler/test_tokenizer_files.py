@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_svc.tokenizer import Tokenizer
-from scheduler_svc.tokenizer_files import read_json, read_tokenizer
-from tests.scheduler.small_tokenizers import chat
+from scheduler_svc.text.tokenizer import Tokenizer
+from scheduler_svc.text.tokenizer_files import read_json, read_tokenizer
+from tests.support.small_tokenizers import chat
 
 ROOT = Path(__file__).resolve().parents[2]
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 2103\n"
@@ -135,8 +135,8 @@ def test_a_tokenizer_may_be_asked_for_while_imports_run(folder: Path) -> None:
     then being imported, and half a module must not reach who reads the tokenizer."""
     code = f"""
 import time
-from scheduler_svc.tokenizer import Tokenizer
-from scheduler_svc.tokenizer_files import import_ahead
+from scheduler_svc.text.tokenizer import Tokenizer
+from scheduler_svc.text.tokenizer_files import import_ahead
 import_ahead()
 time.sleep(0.05)
 Tokenizer.load({str(folder)!r})
@@ -148,7 +148,7 @@ def test_a_process_that_ends_does_not_wait_for_imports() -> None:
     """Nor does it show their traceback: whoever mistyped the port would seek the cause in it."""
     code = """
 import sys
-from scheduler_svc.tokenizer_files import import_ahead
+from scheduler_svc.text.tokenizer_files import import_ahead
 import_ahead()
 print("no port", file=sys.stderr)
 sys.exit(2)
@@ -163,8 +163,8 @@ sys.exit(2)
 def test_a_user_without_home_and_name(folder: Path, tmp_path: Path) -> None:
     """Containers run as a bare number; nothing here may look for a home folder."""
     code = f"""
-from scheduler_svc.config import Config, prepare_worker_address
-from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.settings.config import Config, prepare_worker_address
+from scheduler_svc.text.tokenizer import Tokenizer
 prepare_worker_address(Config().worker_address)
 Tokenizer.load({str(folder)!r}).encode("hello")
 """

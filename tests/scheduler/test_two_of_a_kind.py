@@ -14,11 +14,11 @@ from protos import link_pb2
 from protos.session import PROTOCOL
 from scheduler_svc.__main__ import main
 from scheduler_svc.core.limits import Limits
-from scheduler_svc.engine import Engine
-from scheduler_svc.worker_link import WorkerLink
-from tests.memory_link import MemoryLink
-from tests.scheduler.engine_bench import GEOMETRY
-from worker.link import Link, LinkClosed, SessionEnded
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.worker_link import WorkerLink
+from tests.support.engine_harness import GEOMETRY
+from tests.support.memory_link import MemoryLink
+from worker.process.link import Link, LinkClosed, SessionEnded
 
 PATIENCE = 20.0
 
@@ -84,7 +84,7 @@ def test_a_second_worker_never_leaves_the_service_without_one(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one was sent away for good, and nobody restarts what has not ended."""
-    monkeypatch.setattr("worker.link.STANDBY_SECONDS", 0.1)
+    monkeypatch.setattr("worker.process.link.STANDBY_SECONDS", 0.1)
     address = f"ipc://{tmp_path}/w"
 
     def serves() -> str:

@@ -11,17 +11,17 @@ import pytest_asyncio
 from protos import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, link_pb2
 from protos import inference_pb2 as pb
 from protos.plan import StepPlan
-from scheduler_svc.config import Config
 from scheduler_svc.core import views
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry, Limits
-from scheduler_svc.engine import Engine
-from scheduler_svc.server import Server
-from scheduler_svc.tokenizer import Tokenizer
-from scheduler_svc.worker_link import WorkerMessage
-from tests.memory_link import MemoryLink
-from tests.scheduler.calls import BYTES, read_all
-from tests.scheduler.small_tokenizers import chat
-from tests.shadow_worker import expected_tokens
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.worker_link import WorkerMessage
+from scheduler_svc.front.server import Server
+from scheduler_svc.settings.config import Config
+from scheduler_svc.text.tokenizer import Tokenizer
+from tests.support.calls import BYTES, read_all
+from tests.support.memory_link import MemoryLink
+from tests.support.shadow_worker import expected_tokens
+from tests.support.small_tokenizers import chat
 
 GEOMETRY = Geometry(
     4, 40 + 2, 64, (GroupGeometry(FULL_ATTENTION, 1, 1),), max_model_len=64, num_swap_chunks=8

@@ -22,8 +22,8 @@ from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.pack import pack
 from scheduler_svc.core.request import NewRequest
 from scheduler_svc.core.state import State
-from scheduler_svc.worker_link import WorkerLink, WorkerMessage
-from tests.sim.workload import Setup
+from scheduler_svc.engine.worker_link import WorkerLink, WorkerMessage
+from tests.support.simulation import Setup
 
 BOOT_ID = 77
 PATIENCE_MS = 10_000

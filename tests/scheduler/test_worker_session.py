@@ -11,9 +11,9 @@ import pytest
 
 from protos import link_pb2
 from protos.plan import StepResult
-from scheduler_svc.worker_link import WorkerMessage
-from scheduler_svc.worker_session import FREE_TRIES, MAX_LOADING
-from tests.scheduler.engine_bench import Bench, right
+from scheduler_svc.engine.worker_link import WorkerMessage
+from scheduler_svc.engine.worker_session import FREE_TRIES, MAX_LOADING
+from tests.support.engine_harness import Bench, right
 
 PROMPT = [1, 2, 3]
 

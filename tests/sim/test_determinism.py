@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 
-from tests.sim.workload import Setup, random_requests, run_workload
+from tests.support.simulation import Setup, random_requests, run_workload
 
 SETUP = Setup(num_blocks=24, max_model_len=64, max_plans_in_flight=2)
 

@@ -1,4 +1,4 @@
-"""The long simulation, some of it; the million steps are a command: tests/sim/million.py."""
+"""The long simulation, some of it; the million steps are a command: tests/bench/million.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.sim.million import run
+from tests.bench.million import run
 
 
 def check(steps: int, show: Callable[[str], None]) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.request import FinishReason
-from tests.sim.timings import run_in_any_timing
-from tests.sim.workload import (
+from tests.support.any_timing import run_in_any_timing
+from tests.support.simulation import (
     Outcome,
     Setup,
     Simulation,

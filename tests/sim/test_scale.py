@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.sim.workload import Setup, random_requests, run_workload
+from tests.support.simulation import Setup, random_requests, run_workload
 
 CROWDED = Setup(
     num_blocks=330,

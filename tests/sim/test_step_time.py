@@ -11,7 +11,7 @@ import pytest
 
 from scheduler_svc.core.policies import PREFILL_FIRST
 from scheduler_svc.core.step_time import MIN_PROMPT_TOKENS, PromptTime, StepCost, keys_read
-from tests.sim.timed import FAST_GPU, SLOW_CPU, Speed, TimedRun, limits
+from tests.support.timed_run import FAST_GPU, SLOW_CPU, Speed, TimedRun, limits
 
 WORKLOADS = Path(__file__).resolve().parents[1] / "workloads"
 BUSY_CPU = Speed(0.05, 3.5e-3, 1.6e-6)  # the same one, shared with others

@@ -10,12 +10,12 @@ import torch
 
 from protos.plan import StepPlan
 from scheduler_svc.core.request import NewRequest, Sampling
-from tests.twins.in_process import InProcess
-from tests.worker import tiny_models
+from tests.support import tiny_models
+from tests.support.in_process import InProcess
 from tests.worker.conftest import load
-from worker.load import LoadedModel
+from worker.model.load import LoadedModel
 from worker.runner import Launched
-from worker.sampler import SampleRows
+from worker.step.sampler import SampleRows
 
 Logits = dict[tuple[str, int], torch.Tensor]  # of the token at a position of a request
 

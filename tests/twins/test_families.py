@@ -15,10 +15,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from scheduler_svc.core.request import NewRequest, Sampling
 from tests.families.tiny_configs import tiny_config
-from tests.twins.in_process import InProcess, Served
-from tests.worker import tiny_models
+from tests.support import tiny_models
+from tests.support.in_process import InProcess, Served
 from tests.worker.conftest import PAGE_SIZE, load
-from worker.load import LoadedModel
+from worker.model.load import LoadedModel
 
 LENGTHS = (3, 33, 9, 64, 20, 41, 50, 14)
 MAX_TOKENS = (14, 9, 20, 8, 16, 12, 10, 18)

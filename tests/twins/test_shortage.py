@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from scheduler_svc.core.request import NewRequest, Sampling
-from tests.twins.in_process import InProcess
-from tests.worker import tiny_models
+from tests.support import tiny_models
+from tests.support.in_process import InProcess
 from tests.worker.conftest import load
 
 

@@ -18,9 +18,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from protos import link_pb2
-from tests.worker import tiny_models
-from tests.worker.planner import GreedySample, Planner
-from worker.load import LoadedModel, load_folder
+from tests.support import tiny_models
+from tests.support.planner import GreedySample, Planner
+from worker.model.load import LoadedModel, load_folder
 from worker.runner import Runner
 
 PAGE_SIZE = 4

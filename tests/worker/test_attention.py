@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker.attention_cases import CALLS, CPU, TOLERANCE, attend, by_hand, make_case
+from tests.support.attention_cases import CALLS, CPU, TOLERANCE, attend, by_hand, make_case
 from worker.attention import choose_backend
 from worker.attention.cpu import CpuBackend
 from worker.attention.interface import AttentionCall, GroupTables, StepContext
 from worker.attention.reference import ReferenceBackend
-from worker.geometry import FULL_ATTENTION, CacheGroup, Geometry
-from worker.inputs import GroupInputs, StepInputs
+from worker.batch.inputs import GroupInputs, StepInputs
 from worker.kernels import build
 from worker.kernels.build import kernel_library
-from worker.kv_pool import KvPool
+from worker.kv.geometry import FULL_ATTENTION, CacheGroup, Geometry
+from worker.kv.kv_pool import KvPool
 
 # (query length, sequence length): decodes, a whole prompt, chunks over key blocks and pages
 SHAPES = [(1, 1), (1, 130), (5, 5), (3, 64), (40, 70), (29, 150)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.worker import tiny_models
+from tests.support import tiny_models
 from tests.worker.conftest import load
-from worker.capture_check import why_not_capturable
+from worker.model.capture_check import why_not_capturable
 
 # grouped expert products are there for bfloat16 only, and tiny models are float32
 NEED_BFLOAT16 = {"gpt_oss", "phimoe"}

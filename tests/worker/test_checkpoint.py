@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.tiny_models import llama, phimoe
 from tests.worker.conftest import load
-from tests.worker.tiny_models import llama, phimoe
-from worker.geometry import UnsupportedModel
+from worker.kv.geometry import UnsupportedModel
 
 Tensors = dict[str, torch.Tensor]
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -286,7 +286,7 @@ def test_memory_that_is_short_is_told_in_numbers(checkpoint, monkeypatch):
     def allocate(*_: object, **__: object) -> None:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")
 
-    monkeypatch.setattr("worker.load.read_model", allocate)
+    monkeypatch.setattr("worker.model.load.read_model", allocate)
     with pytest.raises(MemoryError, match=r"tiny: memory is too small .* of [\d.,]+ GiB may"):
         load(checkpoint.folder)
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.worker.tiny_models import VOCAB_SIZE, llama
-from worker import compare
-from worker.compare import STATIC_BATCH, Ask, run_continuous, run_static
+from tests.support.tiny_models import VOCAB_SIZE, llama
+from worker.model import compare
+from worker.model.compare import STATIC_BATCH, Ask, run_continuous, run_static
 
 
 @pytest.fixture(scope="module")

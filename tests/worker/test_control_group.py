@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.control_group import free_memory, usable_threads
+from worker.process.control_group import free_memory, usable_threads
 
 GIB = 2**30
 V2 = "sys/fs/cgroup"

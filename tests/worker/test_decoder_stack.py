@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from tests.bench.step_speed import load as load_smollm2
+from tests.bench.step_speed import step_of
+from tests.support.planner import Answer, GreedySample, Planner, Request, serve
+from tests.support.tiny_models import gemma2, gemma3, llama, olmo2, phi3, smollm3
 from tests.worker.conftest import NUM_CHUNKS, Served, configure, load
-from tests.worker.planner import Answer, GreedySample, Planner, Request, serve
-from tests.worker.step_bench import load as load_smollm2
-from tests.worker.step_bench import step_of
-from tests.worker.tiny_models import gemma2, gemma3, llama, olmo2, phi3, smollm3
-from worker.decoder_layer import FusedLayer, Workspace
-from worker.decoder_stack import DecoderStack
-from worker.fusing import fuse_model, unfuse_model
-from worker.packed_linear import PackedLinear
+from worker.cpu_layers.decoder_layer import FusedLayer, Workspace
+from worker.cpu_layers.decoder_stack import DecoderStack
+from worker.cpu_layers.fusing import fuse_model, unfuse_model
+from worker.cpu_layers.packed_linear import PackedLinear
 from worker.runner import Runner
 
 MAX_TOKENS = [4, 2, 4, 3, 2, 3]

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import DbrxConfig, MixtralConfig
 
+from tests.support.planner import GreedySample, Planner, serve
+from tests.support.tiny_models import cohere2, gemma3, gpt2, llama, phimoe, wide_llama
 from tests.worker.conftest import configure, load
-from tests.worker.planner import GreedySample, Planner, serve
-from tests.worker.tiny_models import cohere2, gemma3, gpt2, llama, phimoe, wide_llama
-from worker.deterministic import RowBits, check_dense, check_layer_bits, check_row_bits
-from worker.geometry import UnsupportedModel
+from worker.cpu_layers.deterministic import RowBits, check_dense, check_layer_bits, check_row_bits
+from worker.kv.geometry import UnsupportedModel
 from worker.runner import Runner
 
 MAX_TOKENS = [3, 2, 3, 2, 2, 3]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from protos import link_pb2
-from worker.embedded import (
+from worker.model.embedded import (
     DEFAULT_MODEL,
     EMBEDDED,
     EmbeddedModel,
@@ -21,7 +21,7 @@ from worker.embedded import (
     make_once,
     resolve_model,
 )
-from worker.load import load_model
+from worker.model.load import load_model
 
 
 def ignore(what: str, fraction: float) -> None:
@@ -166,7 +166,7 @@ def test_folder_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
 PROCESS = """
 import sys
 from pathlib import Path
-from worker.embedded import make_once
+from worker.model.embedded import make_once
 
 def make(partial):
     print("making", flush=True)

@@ -7,7 +7,7 @@ from typing import Final
 
 import pytest
 
-from tests.worker.format_agreement import agreements
+from tests.bench.format_agreement import agreements
 
 # Of the first prompts of mixed.jsonl and what follows them. With activations of 7 bits everywhere
 # int8 was at 88.6 % and 0.044 nats; now, over float16 keys and values, at 97.9 % and 0.003.

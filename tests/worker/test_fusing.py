@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, Ministral3Config
 
+from tests.support.planner import Answer, GreedySample, Planner, Request, serve
+from tests.support.tiny_models import SERVED, build, gemma3, llama, olmo2, phi3, qwen3, smollm3
 from tests.worker.conftest import NUM_CHUNKS, Served, configure, load
-from tests.worker.planner import Answer, GreedySample, Planner, Request, serve
-from tests.worker.tiny_models import SERVED, build, gemma3, llama, olmo2, phi3, qwen3, smollm3
-from worker.decoder_layer import FusedLayer
-from worker.fusing import fuse_model, tried_positions, unfuse_model
+from worker.cpu_layers.decoder_layer import FusedLayer
+from worker.cpu_layers.fusing import fuse_model, tried_positions, unfuse_model
 from worker.runner import Runner
 
 # what is not built like llama: learned positions, LayerNorm, experts, attention beside the MLP
@@ -112,7 +112,7 @@ def test_a_layer_that_computes_something_else_is_left_alone(saved, caplog, monke
     mlp = loaded.model.base_model.layers[1].mlp
     own = type(mlp).forward
     monkeypatch.setattr(mlp, "forward", lambda x: own(mlp, x) * 1.01)
-    with caplog.at_level(logging.INFO, "worker.fusing"):
+    with caplog.at_level(logging.INFO, "worker.cpu_layers.fusing"):
         assert fuse_model(loaded.model, loaded.geometry, loaded.max_model_len) == 2
     assert "1 layers" in caplog.text
     assert "its output would be another one" in caplog.text
@@ -196,7 +196,7 @@ def test_a_layer_that_is_handed_more_than_a_fused_one_takes_is_left_alone(
     hand = lambda module, args, kwargs: (args, {**kwargs, "per_layer_input": torch.ones(1)})  # noqa: E731
     monkeypatch.setattr(layer, "forward", lambda x, per_layer_input, **others: own(x, **others))
     layer.register_forward_pre_hook(hand, with_kwargs=True, prepend=True)
-    with caplog.at_level(logging.INFO, "worker.fusing"):
+    with caplog.at_level(logging.INFO, "worker.cpu_layers.fusing"):
         assert fuse_model(loaded.model, loaded.geometry, loaded.max_model_len) == 2
     assert "it is handed per_layer_input" in caplog.text
 

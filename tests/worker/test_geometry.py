@@ -15,9 +15,9 @@ from transformers import (
     SmolLM3Config,
 )
 
-from tests.worker import tiny_models
-from tests.worker.promised import promised_geometry
-from worker.geometry import (
+from tests.support import tiny_models
+from tests.support.promised import promised_geometry
+from worker.kv.geometry import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
     CacheGroup,
@@ -27,7 +27,7 @@ from worker.geometry import (
     geometry_of,
     layer_kinds,
 )
-from worker.kv_pool import KvPool
+from worker.kv.kv_pool import KvPool
 
 
 def smollm2() -> LlamaConfig:

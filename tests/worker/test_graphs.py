@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from scheduler_svc.core.request import NewRequest, Sampling
-from tests.twins.in_process import InProcess
-from tests.worker import recorded_graphs, tiny_models
+from tests.support import recorded_graphs, tiny_models
+from tests.support.in_process import InProcess
 from tests.worker.conftest import load
-from worker.load import LoadedModel
+from worker.model.load import LoadedModel
 
 
 @pytest.fixture(params=["llama", "gemma3"])

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from protos.plan import StepPlan
-from tests.worker.planner import plan_of
-from worker.geometry import FULL_ATTENTION, SLIDING_ATTENTION, CacheGroup
-from worker.inputs import InvalidPlan, StepInputs, prepare_inputs
-from worker.padding import row_shape
+from tests.support.planner import plan_of
+from worker.batch.inputs import InvalidPlan, StepInputs, prepare_inputs
+from worker.batch.padding import row_shape
+from worker.kv.geometry import FULL_ATTENTION, SLIDING_ATTENTION, CacheGroup
 
 FULL = CacheGroup(FULL_ATTENTION, (0,), 0, 1)
 # a decode at position 9 and a chunk of positions 2..5, pages of 4

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from worker.geometry import FULL_ATTENTION, CacheGroup, Geometry
-from worker.kv_pool import KvPool
+from worker.kv.geometry import FULL_ATTENTION, CacheGroup, Geometry
+from worker.kv.kv_pool import KvPool
 
 CPU = torch.device("cpu")
 GEOMETRY = Geometry((CacheGroup(FULL_ATTENTION, (0, 1, 2), 0, 1),), 3, 4, 2, 8, 4, 4)

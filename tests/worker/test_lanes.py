@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.worker.planner import Request
-from tests.worker.tiny_models import llama
+from tests.support.planner import Request
+from tests.support.tiny_models import llama
 from worker import runner as runner_module
-from worker.device_failure import DeviceFailed
+from worker.process.device_failure import DeviceFailed
 
 
 @dataclass

@@ -14,9 +14,9 @@ from zmq.auth import create_certificates, load_certificate
 from protos import link_pb2
 from protos.plan import StepResult
 from protos.session import PROTOCOL
-from tests.worker.fake_scheduler import FakeScheduler, make_plan
-from worker.curve import CurveKeys
-from worker.link import Link, LinkClosed, PlanRefused, SessionEnded
+from tests.support.fake_scheduler import FakeScheduler, make_plan
+from worker.process.curve import CurveKeys
+from worker.process.link import Link, LinkClosed, PlanRefused, SessionEnded
 
 MakeLink = Callable[..., Link]
 MakeScheduler = Callable[..., FakeScheduler]
@@ -254,7 +254,7 @@ def test_a_dismissed_worker_offers_itself_without_insisting(
 ) -> None:
     """Its successor may go away, and nobody else would ever call it back; a Hello like any other
     would take the requests from a successor that is well."""
-    monkeypatch.setattr("worker.link.STANDBY_SECONDS", 0.1)
+    monkeypatch.setattr("worker.process.link.STANDBY_SECONDS", 0.1)
     link, scheduler = make_link(), make_scheduler()
     assert not scheduler.configure().hello.is_standby
     link.accept()

@@ -13,13 +13,13 @@ from transformers import (
 )
 
 from protos import link_pb2
-from tests.worker import tiny_models
+from tests.support import tiny_models
 from tests.worker.conftest import load
 from worker.attention.interface import ATTENTION_NAME, register
-from worker.embedded import ModelNotFound
-from worker.geometry import UnsupportedModel
-from worker.load import _max_model_len, kv_dtype_of, load_model
-from worker.model_check import check_config
+from worker.kv.geometry import UnsupportedModel
+from worker.model.embedded import ModelNotFound
+from worker.model.load import _max_model_len, kv_dtype_of, load_model
+from worker.model.model_check import check_config
 
 
 @pytest.mark.parametrize("make", tiny_models.SERVED.values(), ids=tiny_models.SERVED.keys())

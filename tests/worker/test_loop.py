@@ -13,10 +13,10 @@ import pytest
 
 from protos import link_pb2
 from protos.plan import StepPlan, StepResult
-from tests.worker.fake_scheduler import FakeScheduler, make_plan
-from worker.device_failure import DeviceFailed
-from worker.link import Link
-from worker.loop import Progress, serve
+from tests.support.fake_scheduler import FakeScheduler, make_plan
+from worker.process.device_failure import DeviceFailed
+from worker.process.link import Link
+from worker.process.loop import Progress, serve
 
 
 class FakeRunner:

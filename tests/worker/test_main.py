@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.worker.fake_scheduler import FakeScheduler
+from tests.support.fake_scheduler import FakeScheduler
 
 Start = Callable[..., "subprocess.Popen[str]"]
 

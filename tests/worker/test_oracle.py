@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.planner import GreedySample, Planner, serve
+from tests.support.tiny_models import SERVED, cohere2, gemma2, gemma3, gpt_oss, llama, phi3, qwen3
 from tests.worker.conftest import NUM_CHUNKS, configure, load
-from tests.worker.planner import GreedySample, Planner, serve
-from tests.worker.tiny_models import SERVED, cohere2, gemma2, gemma3, gpt_oss, llama, phi3, qwen3
-from worker.geometry import FULL_ATTENTION, Geometry
+from worker.kv.geometry import FULL_ATTENTION, Geometry
 from worker.runner import Runner
 
 MAX_TOKENS = [12, 3, 9, 12, 6, 10]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from worker.packed_linear import WEIGHT_FORMATS, PackedLinear
+from worker.cpu_layers.packed_linear import WEIGHT_FORMATS, PackedLinear
 
 # The largest error over the largest result, of normal weights; measured, times two to four.
 BOUNDS = {"float32": 4e-6, "float16": 6e-4, "int8": 1.5e-2}

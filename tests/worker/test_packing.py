@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from tests.worker import tiny_models
+from tests.support import tiny_models
+from tests.support.planner import serve
 from tests.worker.conftest import load
-from tests.worker.planner import serve
-from worker.packed_linear import PackedLinear
-from worker.packing import is_packed, pack_model
+from worker.cpu_layers.packed_linear import PackedLinear
+from worker.cpu_layers.packing import is_packed, pack_model
 
 COUNTS = (9, 6, 4)
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worker.planner import plan_of
-from worker.geometry import FULL_ATTENTION, CacheGroup
-from worker.inputs import prepare_inputs
-from worker.padding import MOST_DECODE_SIZES, PaddedShape, PaddedShapes, row_shape
+from tests.support.planner import plan_of
+from worker.batch.inputs import prepare_inputs
+from worker.batch.padding import MOST_DECODE_SIZES, PaddedShape, PaddedShapes, row_shape
+from worker.kv.geometry import FULL_ATTENTION, CacheGroup
 
 
 def test_decode_sizes_lie_close_together() -> None:

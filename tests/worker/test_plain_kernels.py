@@ -15,17 +15,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.worker.attention_cases import CALLS, TOLERANCE, attend, make_case
+from tests.support.attention_cases import CALLS, TOLERANCE, attend, make_case
+from tests.support.planner import Answer, serve
+from tests.support.tiny_models import gemma2, llama
 from tests.worker.conftest import Served
-from tests.worker.planner import Answer, serve
 from tests.worker.test_weight_storage import OUT, WIDE, of_kind
-from tests.worker.tiny_models import gemma2, llama
-from worker import packed_linear
 from worker.attention.cpu import CpuBackend
 from worker.attention.reference import ReferenceBackend
+from worker.cpu_layers import packed_linear
+from worker.cpu_layers.packed_linear import PackedLinear
 from worker.kernels import build
 from worker.kernels.build import kernel_library
-from worker.packed_linear import PackedLinear
 
 # Of the largest value: products and sums are rounded apart or together; over layers that grows,
 # and one quantised activation may fall on the other side of half a step.

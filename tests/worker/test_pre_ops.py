@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker.planner import plan_of
-from worker import pre_ops
-from worker.geometry import FULL_ATTENTION, CacheGroup, Geometry
-from worker.inputs import prepare_inputs
-from worker.kv_pool import KvPool
-from worker.padding import row_shape
-from worker.pre_ops import PreOps
-from worker.swap import SwapPool
+from tests.support.planner import plan_of
+from worker.batch.inputs import prepare_inputs
+from worker.batch.padding import row_shape
+from worker.kv.geometry import FULL_ATTENTION, CacheGroup, Geometry
+from worker.kv.kv_pool import KvPool
+from worker.kv.swap import SwapPool
+from worker.step import pre_ops
+from worker.step.pre_ops import PreOps
 
 GROUP = CacheGroup(FULL_ATTENTION, (0,), 0, 1)
 GEOMETRY = Geometry((GROUP,), 1, 1, 1, 4, 4, itemsize=4)

@@ -19,8 +19,7 @@ from transformers import (
     masking_utils,
 )
 
-from tests.worker import tiny_models
-from worker.adapters import place_positions
+from tests.support import tiny_models
 from worker.attention.interface import (
     ATTENTION_NAME,
     UnservedAttention,
@@ -28,10 +27,11 @@ from worker.attention.interface import (
     chairlift_paged,
     register,
 )
-from worker.geometry import LayerShape, UnsupportedModel
-from worker.packing import pack_model
-from worker.probe import check_step, observe
-from worker.watching import _window_of
+from worker.cpu_layers.packing import pack_model
+from worker.kv.geometry import LayerShape, UnsupportedModel
+from worker.model.adapters import place_positions
+from worker.model.probe import check_step, observe
+from worker.model.watching import _window_of
 
 
 def _built(config, seed=0):

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PhimoeConfig
 
-from tests.worker.planner import serve
+from tests.support.planner import serve
+from tests.support.tiny_models import build, phi3_longrope, phimoe
 from tests.worker.test_oracle import generate
-from tests.worker.tiny_models import build, phi3_longrope, phimoe
-from worker.geometry import UnsupportedModel
-from worker.rope import pin_longrope
+from worker.kv.geometry import UnsupportedModel
+from worker.model.rope import pin_longrope
 
 SHORT = 64  # original_max_position_embeddings of phi3_longrope
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.planner import GreedySample, Request, plan_of
+from tests.support.tiny_models import llama
 from tests.worker.conftest import configure, load
-from tests.worker.planner import GreedySample, Request, plan_of
-from tests.worker.tiny_models import llama
-from worker.inputs import InvalidPlan
+from worker.batch.inputs import InvalidPlan
 from worker.runner import Runner
 
 

@@ -15,8 +15,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from worker import sampler
-from worker.sampler import SampleRows, sample, split_rows
+from worker.step import sampler
+from worker.step.sampler import SampleRows, sample, split_rows
 
 NUM_CASES = 250
 

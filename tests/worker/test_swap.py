@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.planner import GreedySample, Planner, Request, plan_of, serve
+from tests.support.tiny_models import gemma3, llama, mistral
 from tests.worker.conftest import NUM_SWAP_CHUNKS, configure, load
-from tests.worker.planner import GreedySample, Planner, Request, plan_of, serve
-from tests.worker.tiny_models import gemma3, llama, mistral
-from worker.geometry import FULL_ATTENTION, SLIDING_ATTENTION, CacheGroup, Geometry
-from worker.kv_pool import KvPool
+from worker.kv.geometry import FULL_ATTENTION, SLIDING_ATTENTION, CacheGroup, Geometry
+from worker.kv.kv_pool import KvPool
+from worker.kv.swap import SwapPool, _pinned, merged_runs
 from worker.runner import Runner
-from worker.swap import SwapPool, _pinned, merged_runs
 
 # one full layer and two sliding ones: a chunk is two full blocks or one sliding block
 GROUPS = (CacheGroup(FULL_ATTENTION, (2,), 0, 2), CacheGroup(SLIDING_ATTENTION, (0, 1), 8, 1))

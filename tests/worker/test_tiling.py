@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.tiling import (
+from worker.kv.tiling import (
     LARGEST_CHUNK,
     LARGEST_PADDING,
     MOST_GROUPS,

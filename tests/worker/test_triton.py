@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.worker.attention_cases import attend, make_case
+from tests.support.attention_cases import attend, make_case
 
 triton = pytest.importorskip("triton", reason="triton is not to be had on this platform")
 
@@ -29,7 +29,7 @@ SHARED_MEMORY = {
     90: 227 * 1024,
 }  # bytes that one program may take, by capability
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-INTERPRETED = Path(__file__).with_name("triton_interpreted.py")
+INTERPRETED = Path(__file__).parents[1] / "support" / "triton_interpreted.py"
 
 
 def interpret(*options: str) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.worker.fake_scheduler import FakeScheduler, make_plan
-from worker import watchdog
-from worker.watchdog import Watchdog
+from tests.support.fake_scheduler import FakeScheduler, make_plan
+from worker.process import watchdog
+from worker.process.watchdog import Watchdog
 
 LOOK_SECONDS = 0.01
 PATIENCE = 20.0
@@ -147,8 +147,8 @@ HANGING = """
 import logging, sys, time
 from protos import link_pb2
 from tests.worker.test_loop import FakeRunner
-from worker.link import Link
-from worker.loop import serve
+from worker.process.link import Link
+from worker.process.loop import serve
 
 class Hangs(FakeRunner):
     def launch(self, plan):
@@ -186,5 +186,5 @@ def test_a_process_whose_step_hangs_ends_by_itself(tmp_path: Path, where: str) -
         scheduler.close()
     assert process.returncode == 1
     assert "step 2 has run for" in log
-    where_it_hung = {"launch": "in launch", "wait": "worker/completion.py"}[where]
+    where_it_hung = {"launch": "in launch", "wait": "worker/process/completion.py"}[where]
     assert where_it_hung in log, "the log does not say where it hung"

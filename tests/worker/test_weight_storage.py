@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worker.packed_linear import PackedLinear
-from worker.weight_storage import exactly
+from worker.cpu_layers.packed_linear import PackedLinear
+from worker.cpu_layers.weight_storage import exactly
 
 WIDE, OUT = 96, 40
 

@@ -6,7 +6,7 @@ one forward: the StepContext. The function writes the layer's new keys and value
 through slot_mapping, then lets the backend attend through the block tables.
 
 Owns: the registration, the context, the seam between model and backend. Does not own: arithmetic
-(reference.py, cpu.py), or how a plan becomes tables (worker/inputs.py).
+(reference.py, cpu.py), or how a plan becomes tables (worker/batch/inputs.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 
-from worker.inputs import StepInputs
-from worker.kv_pool import KvPool
+from worker.batch.inputs import StepInputs
+from worker.kv.kv_pool import KvPool
 
 # Must not contain `flash`, `sdpa` or `flex_attention`, nor look like `org/name`: transformers
 # treats such names in special ways.

@@ -219,7 +219,7 @@ def _cpu_features() -> bytes:
 
 
 def _default_cache_folder() -> Path | None:
-    """Beside the converted models (worker/embedded.py); None for a user without a home."""
+    """Beside the converted models (worker/model/embedded.py); None for a user without a home."""
     own = os.environ.get("CHAIRLIFT_CACHE_DIR")
     shared = os.environ.get("XDG_CACHE_HOME")
     try:

@@ -11,7 +11,7 @@ struct norm { /* x / sqrt(mean(x^2) + eps) * weight; weight NULL = no norm here 
   float eps;
 };
 
-struct layer { /* mirrored by a ctypes structure in worker/decoder_layer.py */
+struct layer { /* mirrored by a ctypes structure in worker/cpu_layers/decoder_layer.py */
   struct norm input, after_attention, before_mlp, after_mlp; /* the two `after`: before the sum */
   struct norm q, k; /* as wide as a head, or as all heads of a token */
   /* k and v are NULL where q gives all three, one after the other; up likewise, behind gate */

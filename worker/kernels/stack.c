@@ -17,7 +17,7 @@ static int64_t rows_from(int64_t first, int64_t rows) {
   return rows - first < ROWS_AT_ONCE ? rows - first : ROWS_AT_ONCE;
 }
 
-struct stacked { /* mirrored by a ctypes structure in worker/decoder_stack.py */
+struct stacked { /* mirrored by a ctypes structure in worker/cpu_layers/decoder_stack.py */
   const struct layer *layer;
   struct kv_layer kv;
   struct call call;

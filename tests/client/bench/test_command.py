@@ -17,9 +17,9 @@ from client.bench.compare import SYSTEMS, Transformers
 from client.bench.progress import Bar, Lines
 from client.bench.workload import Ask
 from client.launch import LaunchError
-from tests.client.bench.records import result, two_requests
 from tests.client.bench.test_replay import CountingEngine
-from tests.client.fake_server import FakeEngine
+from tests.support.bench_records import result, two_requests
+from tests.support.fake_server import FakeEngine
 
 
 @pytest.fixture

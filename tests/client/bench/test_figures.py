@@ -21,7 +21,7 @@ from client.bench.figures import (
 )
 from client.bench.records import RequestRecord, Run
 from client.bench.result import NotAResult, read_result
-from tests.client.bench.records import request, result, two_requests
+from tests.support.bench_records import request, result, two_requests
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from client.bench.records import Run
 from client.bench.replay import replay
 from client.bench.workload import Ask
 from protos import inference_pb2
-from tests.client.fake_server import FakeEngine, fail, start
+from tests.support.fake_server import FakeEngine, fail, start
 
 
 class CountingEngine(FakeEngine):

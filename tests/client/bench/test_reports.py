@@ -14,7 +14,7 @@ from client.bench.figures import Limits
 from client.bench.report_html import comparison_page, result_page
 from client.bench.report_text import comparison, report, seconds
 from client.bench.svg import Scale, round_up
-from tests.client.bench.records import request, result, step, two_requests
+from tests.support.bench_records import request, result, step, two_requests
 
 HOSTILE = '<script>alert("&")</script>'
 

@@ -1,0 +1,242 @@
+"""chairlift.v1.Inference: what clients call.
+
+A handler does no work of its own: it admits the request, hands it to the engine, and passes on
+what the engine delivers. However it ends — the client cancels, vanishes, runs out of time, or
+the write fails — its `finally` aborts what is still live. Handlers are coroutines that write, not
+generators: a generator left at a `yield` is only closed when the garbage collector finds it.
+
+Errors are raised (statuses.py makes statuses of them).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc
+
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc
+from scheduler_svc.engine.events import Delta, Finished
+from scheduler_svc.errors import DeadlineExceeded, RequestRejected
+from scheduler_svc.front.prompts import detokenize, prompt_bytes, prompt_token_ids
+from scheduler_svc.front.served_model import Model, ServedModel
+from scheduler_svc.front.streams import LiveStream, LiveStreams
+from scheduler_svc.front.validation import admit, check_request_id, num_siblings
+from scheduler_svc.settings.config import Config
+from scheduler_svc.text.text_threads import TextThreads
+
+if TYPE_CHECKING:
+    from scheduler_svc.engine.engine import Engine
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+MAX_ABORTED_IDS: Final = 10_000
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
+    def __init__(
+        self, config: Config, engine: Engine, streams: LiveStreams, served: ServedModel
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._streams = streams
+        self._served = served
+        self._threads = TextThreads()
+        self._started = time.monotonic()
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        check_request_id(request.request_id)
+        n = num_siblings(request.sampling, self._config.max_requests_per_batch)
+        stream = self._streams.open(request.request_id or uuid.uuid4().hex, n)
+        try:
+            async with _time_limit(self._config.request_timeout):
+                await self._start(request, stream, context)
+                if request.stream or not request.HasField("stream"):
+                    await _write_deltas(stream, context)
+                else:
+                    await _write_whole(stream, context)
+        finally:
+            if stream.is_submitted and not stream.is_complete:
+                self._engine.abort([stream.request_id])  # of one that has failed: does nothing
+            self._streams.close(stream)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        if len(request.request_ids) > MAX_ABORTED_IDS:
+            raise RequestRejected(
+                "number of request_ids", len(request.request_ids), f"at most {MAX_ABORTED_IDS}"
+            )
+        aborted: set[str] = set()
+        in_engine: list[str] = []
+        asked = dict.fromkeys(request.request_ids)
+        for request_id in asked:
+            stream = self._streams.get(request_id)
+            if stream is not None and not stream.is_submitted and not stream.has_ended:
+                stream.end_unseen()
+                aborted.add(request_id)
+            else:
+                in_engine.append(request_id)
+        if in_engine:
+            ended: list[str] = await asyncio.wrap_future(self._engine.abort(in_engine))
+            aborted.update(ended)
+        return pb.AbortResponse(aborted=[id for id in asked if id in aborted])
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        add_special = request.add_special_tokens or not request.HasField("add_special_tokens")
+        ids = await self._threads.run(
+            prompt_bytes(request), prompt_token_ids, request, self._served.model, add_special
+        )
+        return pb.TokenizeResponse(token_ids=ids)
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: Context
+    ) -> pb.DetokenizeResponse:
+        num_bytes = 4 * len(request.token_ids)
+        text = await self._threads.run(num_bytes, detokenize, request, self._served.model)
+        return pb.DetokenizeResponse(text=text)
+
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, context: Context
+    ) -> pb.GetModelInfoResponse:
+        model = self._served.model
+        facts = model.facts
+        return pb.GetModelInfoResponse(
+            model=model.name,
+            model_path=facts.model_path,
+            model_type=facts.model_type,
+            architecture=facts.architecture,
+            vocab_size=facts.vocab_size,
+            max_model_len=facts.max_model_len,
+            eos_token_ids=model.tokenizer.eos_token_ids,
+            has_chat_template=model.tokenizer.has_chat_template,
+            dtype=facts.dtype,
+            default_sampling=_default_sampling(model),
+        )
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
+        status = self._engine.status
+        return pb.GetServerInfoResponse(
+            version=_version(),
+            uptime_seconds=time.monotonic() - self._started,
+            is_ready=self._served.is_ready and not self._streams.is_refusing,
+            worker=status.worker,
+            worker_busy=status.busy,
+            device=self._config.device if status.model is None else status.model.device,
+            requests_running=status.num_running,
+            requests_waiting=status.num_waiting + len(self._streams.waiting_here()),
+            error=self._served.error or "",
+            config={spec.name: _shown(getattr(self._config, spec.name)) for spec in fields(Config)},
+        )
+
+    async def _start(
+        self, request: pb.GenerateRequest, stream: LiveStream, context: Context
+    ) -> None:
+        """Up to Started. An Abort may come at any moment; then nothing is submitted."""
+        seed = request.sampling.seed
+        model = await self._model_unless_ended(stream)
+        if model is not None:
+            drawn = secrets.randbits(63)
+            limit = self._config.max_requests_per_batch
+            admitted = await self._threads.run(
+                prompt_bytes(request), admit, request, stream.request_id, drawn, model, limit
+            )
+            seed = admitted.seed
+            if not stream.has_ended:
+                self._engine.submit(admitted.submission)
+                self._streams.submitted(stream)
+        started = pb.Started(request_id=stream.request_id, seed=seed, model=self._config.model_name)
+        await context.write(pb.GenerateResponse(started=started))
+
+    async def _model_unless_ended(self, stream: LiveStream) -> Model | None:
+        """Waits for the model; None when an Abort comes first."""
+        model = asyncio.ensure_future(self._served.wait())
+        ended = asyncio.ensure_future(stream.ended.wait())
+        try:
+            await asyncio.wait([model, ended], return_when=asyncio.FIRST_COMPLETED)
+            return model.result() if model.done() else None
+        finally:
+            model.cancel()
+            ended.cancel()
+
+
+async def _write_deltas(stream: LiveStream, context: Context) -> None:
+    while (event := await stream.next()) is not None:
+        await context.write(_response(event))
+
+
+async def _write_whole(stream: LiveStream, context: Context) -> None:
+    for delta, end in await stream.whole():
+        await context.write(_response(delta))
+        await context.write(_response(end))
+
+
+def _default_sampling(model: Model) -> pb.SamplingParams:
+    params = pb.SamplingParams()
+    for name, value in model.tokenizer.default_sampling.items():
+        setattr(params, name, value)
+    return params
+
+
+def _response(event: Delta | Finished) -> pb.GenerateResponse:
+    if isinstance(event, Finished):
+        return pb.GenerateResponse(index=event.index, complete=_complete(event))
+    response = pb.GenerateResponse(index=event.index)
+    response.chunk.text = event.text
+    response.chunk.token_ids.extend(event.token_ids)
+    return response
+
+
+def _complete(event: Finished) -> pb.Complete:
+    complete = pb.Complete(
+        finish_reason=event.reason,
+        usage=pb.Usage(
+            prompt_tokens=event.prompt_tokens,
+            completion_tokens=event.completion_tokens,
+            cached_tokens=event.cached_tokens,
+        ),
+        timing=pb.Timing(
+            queued_seconds=event.queued_seconds,
+            prefill_seconds=event.prefill_seconds,
+            decode_seconds=event.decode_seconds,
+            preemptions=event.preemptions,
+        ),
+    )
+    if event.stop_token_id is not None:
+        complete.stop_token_id = event.stop_token_id
+    elif event.stop_string is not None:
+        complete.stop_string = event.stop_string
+    return complete
+
+
+@asynccontextmanager
+async def _time_limit(seconds: float) -> AsyncIterator[None]:
+    """Raises DeadlineExceeded after `seconds`; 0 = no limit."""
+    try:
+        async with asyncio.timeout(seconds or None) as limit:
+            yield
+    except TimeoutError:
+        if limit.expired():
+            raise DeadlineExceeded(seconds) from None
+        raise
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("chairlift")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "unset"
+    return str(value).lower() if isinstance(value, bool) else str(value)

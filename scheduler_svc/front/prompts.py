@@ -1,0 +1,135 @@
+"""From a prompt, as a client gave it, to token ids that the model can compute.
+
+However they came - as text, as a chat, as ids - the ids are checked in one place. Nothing that
+grows with a prompt is done before its length has been looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from protos import inference_pb2 as pb
+from scheduler_svc.engine.events import ModelFacts
+from scheduler_svc.errors import RequestRejected
+from scheduler_svc.front.served_model import Model
+from scheduler_svc.text.prompt_length import TokenLimit
+
+# Which roles there are is the template's business, but it may build a control token of one.
+ROLE: Final = re.compile(r"[\w .-]{0,64}")
+MAX_CONVERTED_TOKENS: Final = 1 << 18  # by Tokenize and Detokenize, if the context is no longer
+
+
+def prompt_token_ids(
+    request: pb.GenerateRequest | pb.TokenizeRequest, model: Model, add_special_tokens: bool = True
+) -> list[int]:
+    """At least one token, each one of the model's vocabulary. Raises RequestRejected.
+
+    A prompt that is far too long is refused before all of it is tokenised or copied.
+    """
+    is_generate = isinstance(request, pb.GenerateRequest)
+    limit = _prompt_limit(model.facts) if is_generate else _conversion_limit(model.facts)
+    kind = request.WhichOneof("prompt")
+    match kind:
+        case "text":
+            if not request.text:
+                raise RequestRejected("text", "", "at least one character")
+            ids = model.tokenizer.encode(request.text, add_special_tokens, limit)
+        case "chat":
+            _check_length(len(request.chat.messages), limit, "chat.messages")
+            ids = model.tokenizer.encode_chat(chat_messages(request.chat), limit)
+        case "tokens" if isinstance(request, pb.GenerateRequest):
+            _check_length(len(request.tokens.ids), limit, "the prompt in tokens")
+            ids = list(request.tokens.ids)
+        case _:
+            raise RequestRejected("prompt", None, "one of text, tokens, chat")
+    if not ids:
+        raise RequestRejected("prompt", [], "at least one token")
+    _check_length(len(ids), limit, "the prompt in tokens")
+    _check_prompt_tokens(kind, ids, model)
+    return ids
+
+
+def _conversion_limit(facts: ModelFacts) -> TokenLimit:
+    """What Tokenize and Detokenize convert at once; never less than a prompt."""
+    return TokenLimit(max(MAX_CONVERTED_TOKENS, facts.max_model_len), " in one call")
+
+
+def detokenize(request: pb.DetokenizeRequest, model: Model) -> str:
+    """Raises RequestRejected."""
+    _check_length(len(request.token_ids), _conversion_limit(model.facts), "token_ids")
+    ids = list(request.token_ids)
+    skips_special = request.skip_special_tokens or not request.HasField("skip_special_tokens")
+    facts = model.facts
+    check_token_ids("token_ids", ids, max(facts.vocab_size, facts.num_embeddings))
+    return model.tokenizer.decode(ids, skips_special)
+
+
+def chat_messages(chat: pb.ChatMessages) -> list[dict[str, str]]:
+    if not chat.messages:
+        raise RequestRejected("chat.messages", [], "at least one message")
+    messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+    for index, message in enumerate(messages):
+        if ROLE.fullmatch(message["role"]) is None:
+            raise RequestRejected(
+                f"chat.messages[{index}].role",
+                message["role"],
+                "up to 64 letters, digits, spaces, '_', '-' and '.'; the model's chat template "
+                "knows which roles there are",
+            )
+    return messages
+
+
+def prompt_bytes(request: pb.GenerateRequest | pb.TokenizeRequest) -> int:
+    """Of the text that is to be tokenised."""
+    match request.WhichOneof("prompt"):
+        case "text":
+            return len(request.text)
+        case "chat":
+            return request.chat.ByteSize()
+        case _:
+            return 0
+
+
+def room(facts: ModelFacts) -> tuple[int, str]:
+    """Tokens of a prompt and its answer together, and what sets that limit."""
+    limits = {
+        "max_model_len": facts.max_model_len,
+        "the KV pool in tokens": facts.pool_tokens,
+    }
+    name, limit = min(limits.items(), key=lambda item: item[1])
+    return limit, name
+
+
+def _prompt_limit(facts: ModelFacts) -> TokenLimit:
+    limit, name = room(facts)
+    return TokenLimit(limit - 1, f", for {name} is {limit} and the answer needs one")
+
+
+def _check_length(length: int, limit: TokenLimit, of: str) -> None:
+    if length > limit.tokens:
+        raise RequestRejected(f"length of {of}", length, f"at most {limit.tokens}{limit.reason}")
+
+
+def _check_prompt_tokens(kind: str, token_ids: Sequence[int], model: Model) -> None:
+    """An id past the embedding would make the worker's step fail, and every request in it."""
+    size = model.facts.num_embeddings
+    if kind == "tokens":
+        check_token_ids("tokens.ids", token_ids, size)
+    elif max(token_ids) >= size:
+        outside = next(token_id for token_id in token_ids if token_id >= size)
+        raise RequestRejected(
+            f"the id of the token {model.tokenizer.token(outside)!r} in {kind}",
+            outside,
+            f"0 to {size - 1} (the vocabulary): the model cannot read this token",
+        )
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], size: int) -> None:
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < size):
+        return
+    index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < size)
+    raise RequestRejected(
+        f"{field}[{index}]", token_ids[index], f"0 to {size - 1} (the vocabulary)"
+    )

@@ -1,0 +1,185 @@
+"""Output text of one request: tokens in, text that may be shown out.
+
+Two stages. `Detokenizer` turns tokens into whole characters; `StopStrings` (stop_strings.py) holds
+back what may become a stop string and cuts the text where one is complete. `OutputText` joins them.
+All text that a client ever gets passes here, streamed or not, so both are equal byte for byte.
+
+Policy: decode a short window of the latest tokens again with each one and give out what it adds,
+except trailing U+FFFD, which is what an unfinished character looks like. The context in front of
+the new tokens keeps decoders that treat the first token differently (a leading space is stripped)
+from doing so in mid-text; at the start that context is the prompt's tail. tokenizers' own
+DecodeStream works alike and in half the time (2 µs a token), but repeats part of a prompt that
+ends inside a character, and fails for good once a byte-fallback decoder rewrites what it said.
+
+Byte-level decoders only join the bytes of their tokens (`Pieces`). There the text of a token is
+looked up, and only an unfinished character is decoded again: a tenth of the time.
+
+Price: where a byte-fallback model breaks off a character *after* whole characters of the same run
+of byte tokens, the full decode makes all of that run U+FFFD, and what was shown stays shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from scheduler_svc.text.stop_strings import HiddenTokens, StopStrings
+
+REPLACEMENT: Final = "\ufffd"  # how decoders show bytes that are no character (yet)
+
+CONTEXT_TOKENS: Final = 6  # shown tokens in front of the window
+MAX_CONTEXT_TOKENS: Final = 24  # of a prompt, when fewer would begin inside a character
+MAX_HELD_TOKENS: Final = 256  # without a whole character: this is no character, give it out
+
+Decode = Callable[[list[int]], str]
+
+
+class Pieces(dict[int, str]):
+    """The text of single tokens, where the text of many is all of theirs joined (as long as no
+    character is cut): true of byte-level decoders, not of those that treat a first token apart."""
+
+    def __init__(self, decode: Decode) -> None:
+        super().__init__()
+        self._decode = decode
+
+    def __missing__(self, token_id: int) -> str:
+        piece = self[token_id] = self._decode([token_id])
+        return piece
+
+
+class Detokenizer:
+    """Whole characters, as soon as they are whole.
+
+    `decode` must be a function of the tokens alone; `prompt_token_ids` is what the output goes on
+    from. Joined, the texts of all pushes and of `finish` are what the output adds to the decoded
+    prompt.
+    """
+
+    __slots__ = ("_context", "_decode", "_pieces", "_shown", "_window")
+
+    def __init__(
+        self, decode: Decode, prompt_token_ids: Sequence[int], pieces: Pieces | None = None
+    ) -> None:
+        self._decode = decode
+        self._pieces = pieces
+        self._window = _clean_tail(decode, prompt_token_ids)
+        self._context = len(self._window)  # up to here all is shown; the next cut is here
+        self._shown = decode(self._window)  # text of the window that is not to be given again
+        if pieces is not None and not self._shown.endswith(REPLACEMENT):
+            self._forget_window()
+
+    def push(self, token_id: int) -> str:
+        if self._pieces is not None and not self._window:
+            piece = self._pieces[token_id]
+            if REPLACEMENT not in piece:
+                return piece
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        whole = text.rstrip(REPLACEMENT)
+        num_new = len(self._window) - self._context
+        if num_new > MAX_HELD_TOKENS:
+            whole = text
+        added = self._show(whole)
+        if len(whole) < len(text):
+            return added
+        if self._pieces is not None:
+            self._forget_window()
+        elif num_new >= CONTEXT_TOKENS:
+            del self._window[: self._context]
+            self._context = len(self._window)
+            self._shown = self._decode(self._window)
+        return added
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """What pushing them one by one gives; where they are looked up, for less."""
+        if self._pieces is not None and not self._window:
+            text = "".join(map(self._pieces.__getitem__, token_ids))
+            if REPLACEMENT not in text:
+                return text
+        return "".join(map(self.push, token_ids))
+
+    def finish(self) -> str:
+        return self._show(self._decode(self._window))
+
+    def _forget_window(self) -> None:
+        """No token before has to do with those that come."""
+        self._window = []
+        self._context = 0
+        self._shown = ""
+
+    def _show(self, text: str) -> str:
+        # A prompt that ended inside a character: the output may have made it whole.
+        shown = self._shown if text.startswith(self._shown) else self._shown.rstrip(REPLACEMENT)
+        if len(text) <= len(shown):
+            return ""
+        self._shown = text
+        return text[len(shown) :]
+
+
+def _clean_tail(decode: Decode, token_ids: Sequence[int]) -> list[int]:
+    """The last few tokens, more of them if they would begin inside a character."""
+    tail: list[int] = []
+    for length in range(CONTEXT_TOKENS, MAX_CONTEXT_TOKENS + 1):
+        tail = list(token_ids[-length:])
+        if len(tail) < length or not decode(tail).startswith(REPLACEMENT):
+            break
+    return tail
+
+
+class OutputText:
+    """The TextStream of one request (scheduler_svc/engine/events.py); used by one thread."""
+
+    __slots__ = ("_detokenizer", "_marks", "_stops", "include_stop_str_in_output", "matched_stop")
+
+    def __init__(
+        self,
+        decode: Decode,
+        prompt_token_ids: Sequence[int],
+        *,
+        pieces: Pieces | None = None,
+        stop: Sequence[str] = (),
+        hidden: Mapping[int, str] | None = None,
+        include_stop_str_in_output: bool = False,
+    ) -> None:
+        """`hidden`: the tokens that `decode` leaves out and that a stop string spells, by id."""
+        self.include_stop_str_in_output = include_stop_str_in_output
+        self.matched_stop: str | None = None
+        self._detokenizer = Detokenizer(decode, prompt_token_ids, pieces)
+        self._marks: Mapping[int, str] = {}
+        self._stops: StopStrings | HiddenTokens | None = None
+        if hidden:
+            self._stops = HiddenTokens(stop, hidden, include_stop_str_in_output)
+            self._marks = self._stops.marks
+        elif stop:
+            self._stops = StopStrings(stop, include_stop_str_in_output)
+
+    @property
+    def seeks_stop(self) -> bool:
+        return self._stops is not None
+
+    def push(self, token_id: int) -> str:
+        if self.matched_stop is not None:
+            return ""
+        text = self._detokenizer.push(token_id)
+        if self._stops is None:
+            return text
+        if token_id in self._marks:
+            text += self._marks[token_id]
+        shown = self._stops.push(text)
+        self.matched_stop = self._stops.matched
+        return shown
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        if self._stops is None:
+            return self._detokenizer.push_all(token_ids)
+        return "".join(map(self.push, token_ids))
+
+    def finish(self) -> str:
+        if self.matched_stop is not None:
+            return ""
+        text = self._detokenizer.finish()
+        if self._stops is None:
+            return text
+        shown = self._stops.push(text) + self._stops.finish()
+        self.matched_stop = self._stops.matched
+        return shown

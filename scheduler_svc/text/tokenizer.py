@@ -1,0 +1,161 @@
+"""Text to tokens and back; without torch.
+
+transformers' `PreTrainedTokenizerFast` is used for loading; encoding and decoding go to the Rust
+tokenizer inside it, which may be called from several threads, as the wrapper may not. They are
+called as batches of one, for only batches let go of the GIL.
+
+Does not own reading files (tokenizer_files.py), the model's defaults (model_defaults.py),
+incremental text (text.py) or what a request may ask (admission.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from tokenizers import decoders
+
+from scheduler_svc.errors import RequestRejected
+from scheduler_svc.text.chat_template import ChatTemplate, NoChatTemplate
+from scheduler_svc.text.control_tokens import ControlTokens, unmarked
+from scheduler_svc.text.model_defaults import default_sampling, eos_token_ids
+from scheduler_svc.text.prompt_length import TokenLimit, refuse_if_too_long, token_bytes_of
+from scheduler_svc.text.text import Decode, Pieces
+from scheduler_svc.text.tokenizer_files import read_json, read_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+log = logging.getLogger(__name__)
+
+MAX_RENDERED_CHARS: Final = 1 << 26  # of a chat, where the tokenizer sets no bound
+
+
+class Tokenizer:
+    """What the scheduler process knows of a model's files."""
+
+    def __init__(
+        self,
+        wrapped: PreTrainedTokenizerFast,
+        generation_config: Mapping[str, Any] | None = None,
+        model_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._rust = wrapped.backend_tokenizer
+        # Some tokenizer.json ask for cutting or padding: good for training, wrong for serving.
+        self._rust.no_truncation()
+        self._rust.no_padding()
+        self._pieces = {skip: Pieces(self.decoder(skip)) for skip in (False, True)}
+        self.special_tokens = {
+            token_id: token.content
+            for token_id, token in self._rust.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self._token_bytes = token_bytes_of(self._rust)
+        self._template: ChatTemplate | None = None
+        try:
+            self._template = ChatTemplate(wrapped)
+        except NoChatTemplate as error:
+            self._why_no_template = str(error)
+            if wrapped.chat_template is not None:
+                log.warning("the chat template cannot be used, so chat is refused: %s", error)
+        else:
+            self._control_tokens = ControlTokens(self._rust, self._template.own_text)
+        self.eos_token_ids = eos_token_ids(
+            wrapped.eos_token_id, generation_config or {}, model_config or {}
+        )
+        self.default_sampling = default_sampling(generation_config or {})
+
+    @classmethod
+    def load(cls, path: str) -> Self:
+        """From a folder or a Hub id. Raises OSError or ValueError for what cannot be read."""
+        return cls(
+            read_tokenizer(path),
+            read_json(path, "generation_config.json"),
+            read_json(path, "config.json"),
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, limit: TokenLimit | None = None
+    ) -> list[int]:
+        """Raises RequestRejected for a text that is sure to have more tokens than the limit; one
+        that has only some more may pass."""
+        if limit is not None:
+            self._refuse_if_too_long("text", text, limit)
+        return self._encode_all([text], add_special_tokens)[0]
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], limit: TokenLimit | None = None
+    ) -> list[int]:
+        """The model's chat template, up to where the answer begins; its special tokens included,
+        while those that messages spell are ordinary text. `limit` as in `encode`.
+
+        Raises RequestRejected when there is no template, or when it refuses the messages.
+        """
+        if self._template is None:
+            raise RequestRejected("chat", "given", f"text or tokens: {self._why_no_template}")
+        max_chars = MAX_RENDERED_CHARS
+        if limit is not None:
+            self._refuse_long_messages(messages, limit)
+            if self._token_bytes is not None:
+                num_chars = sum(len(message["content"]) for message in messages)
+                max_chars = num_chars + limit.tokens * self._token_bytes.longest
+        marked = self._control_tokens.mark(messages)
+        rendered = self._template.render(marked or messages, max_chars)
+        if limit is not None:
+            self._refuse_if_too_long("chat", unmarked(rendered), limit)
+        if marked is None:
+            return self._encode_all([rendered], add_special_tokens=False)[0]
+        try:
+            return self._control_tokens.encode(rendered, self._encode_all)
+        except ValueError as error:
+            raise RequestRejected("chat.messages", "given", f"other messages: {error}") from error
+
+    def _refuse_long_messages(
+        self, messages: Sequence[Mapping[str, str]], limit: TokenLimit
+    ) -> None:
+        """Before the template has to read them."""
+        if self._token_bytes is not None:
+            num_bytes = sum(self._token_bytes.count(message["content"]) for message in messages)
+            self._token_bytes.check("chat.messages", num_bytes, limit)
+        for index, message in enumerate(messages):
+            self._refuse_if_too_long(f"chat.messages[{index}].content", message["content"], limit)
+
+    def _refuse_if_too_long(self, field: str, text: str, limit: TokenLimit) -> None:
+        refuse_if_too_long(
+            field, text, limit, self._token_bytes, lambda piece: self._encode_all([piece])[0]
+        )
+
+    def _encode_all(
+        self, texts: Sequence[str], add_special_tokens: bool = False
+    ) -> list[list[int]]:
+        """Each for itself; the fast call makes no offsets."""
+        encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def token(self, token_id: int) -> str | None:
+        """As the vocabulary writes it."""
+        token: str | None = self._rust.id_to_token(token_id)
+        return token
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """All at once, and with nothing tidied up, so that it equals what streams show."""
+        (text,) = self._rust.decode_batch(
+            [list(token_ids)], skip_special_tokens=skip_special_tokens
+        )
+        return str(text)
+
+    def decoder(self, skip_special_tokens: bool) -> Decode:
+        """`decode` as a function of the tokens alone, without any layer that costs time."""
+        return partial(self._rust.decode, skip_special_tokens=skip_special_tokens)
+
+    def pieces(self, skip_special_tokens: bool) -> Pieces | None:
+        """The texts of single tokens, where joined they are the text; one object for all."""
+        if not isinstance(self._rust.decoder, decoders.ByteLevel):
+            return None
+        return self._pieces[skip_special_tokens]

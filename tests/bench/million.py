@@ -1,0 +1,130 @@
+"""A long simulation of everything at once: `python -m tests.bench.million [--steps 1000000]`.
+
+Random arrivals in waves, aborts, priorities, forks, shared prefixes and shortage, over a hybrid
+memory with a small swap pool that is copied beside the steps, two plans in flight, results at any
+moment, workers that fail and die; every token is checked as its request ends, the rows of every
+step, and the whole state every 100 steps. Prints what happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from scheduler_svc.core.request import FinishReason, NewRequest
+from tests.support.any_timing import AnyTiming
+from tests.support.simulation import Setup, Simulation, expected, random_requests
+
+SETUP = Setup(
+    num_blocks=90,
+    page_size=4,
+    groups=((0, 2), (9, 3)),
+    swap_chunks=30,
+    overlaps_swap=True,
+    max_batch_tokens=64,
+    max_requests=16,
+    max_model_len=64,
+    max_plans_in_flight=2,
+    policy="priority",
+    vocab_size=50,
+)
+WAVE = 500  # requests that are made, and checked, together
+
+
+@dataclass
+class Tally:
+    steps: int = 0
+    requests: int = 0
+    tokens: int = 0
+    aborts: int = 0
+    deaths: int = 0
+    forks: int = 0
+    cached_tokens: int = 0
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+def run(steps: int, seed: int = 0, setup: Setup = SETUP, show: bool = False) -> Tally:
+    """Runs at least so many steps, to the end of the last wave."""
+    rng = np.random.default_rng(seed)
+    simulation = Simulation(setup, seed)
+    timing = AnyTiming(simulation, rng)
+    tally = Tally()
+    started = time.monotonic()
+    while simulation.outcome.steps < steps:
+        _wave(simulation, timing, rng, tally)
+        if show:
+            rate = simulation.outcome.steps / (time.monotonic() - started)
+            print(
+                f"\r{simulation.outcome.steps:,} of {steps:,} steps, {rate:,.0f} a second",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
+    if show:
+        print(file=sys.stderr)
+    simulation.run()
+    tally.steps = simulation.outcome.steps
+    tally.forks = simulation.outcome.forks
+    tally.deaths = simulation.outcome.lost_workers
+    counters = simulation.state.counters
+    tally.counters = {name: getattr(counters, name) for name in counters.__slots__}
+    return tally
+
+
+def _wave(
+    simulation: Simulation, timing: AnyTiming, rng: np.random.Generator, tally: Tally
+) -> None:
+    setup = simulation.setup
+    requests = [
+        replace(new, request_id=f"{tally.requests + i}")
+        for i, new in enumerate(
+            random_requests(
+                rng,
+                WAVE,
+                prompt=(1, 30),
+                output=(1, 30),
+                vocab_size=setup.vocab_size,
+                prefixes=5,
+                fork_share=0.1,
+                priorities=3,
+            )
+        )
+    ]
+    tally.requests += WAVE
+    waiting = list(reversed(requests))
+    rate = float(rng.choice([0.3, 1.0, 4.0]))  # requests a move: idle, busy, flooded
+    while waiting or len(simulation.state.requests) > 4:
+        for _ in range(min(len(waiting), int(rng.poisson(rate)))):
+            assert simulation.submit(waiting.pop()) is not None
+        timing.move()
+    simulation.run()
+    _check_wave(simulation, requests, tally)
+
+
+def _check_wave(simulation: Simulation, requests: list[NewRequest], tally: Tally) -> None:
+    """All tokens of the wave, which has ended; then forgets it."""
+    outcome = simulation.outcome
+    windows = [window for window, _ in simulation.setup.groups]
+    for who, right in expected(requests, simulation.setup.vocab_size, windows).items():
+        got, reason = outcome.tokens.pop(who), outcome.reasons.pop(who)
+        is_aborted = reason is FinishReason.ABORT
+        assert got == (right[: len(got)] if is_aborted else right), who
+        tally.aborts += is_aborted
+        tally.tokens += len(got)
+        tally.cached_tokens += outcome.cached_tokens.pop(who)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.million", description=__doc__)
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    print(run(options.steps, options.seed, show=True))
+
+
+if __name__ == "__main__":
+    main()

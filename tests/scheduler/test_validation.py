@@ -1,0 +1,317 @@
+"""What a request may ask: one table of bad input, and how defaults come about."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from google.protobuf import json_format
+from transformers import PreTrainedTokenizerFast
+
+from protos import inference_pb2 as pb
+from scheduler_svc.errors import NotImplementedYet, RequestRejected
+from scheduler_svc.front.prompts import prompt_token_ids
+from scheduler_svc.front.served_model import Model
+from scheduler_svc.front.validation import admit, check_request_id
+from scheduler_svc.text.tokenizer import Tokenizer
+from tests.support.fake_engine import FACTS
+from tests.support.small_tokenizers import byte_level, chat, metaspace
+
+TOKENIZER = Tokenizer(chat())
+MODEL = Model("tiny", FACTS, TOKENIZER)  # 300 tokens in the vocabulary, 128 of context
+END = TOKENIZER.eos_token_ids[0]
+
+
+def request(**fields: Any) -> pb.GenerateRequest:
+    return json_format.ParseDict({"text": "hello", **fields}, pb.GenerateRequest())
+
+
+def sampling(**fields: Any) -> pb.GenerateRequest:
+    return request(sampling=fields)
+
+
+def chat_request(*messages: tuple[str, str]) -> pb.GenerateRequest:
+    listed = [pb.ChatMessage(role=role, content=content) for role, content in messages]
+    return pb.GenerateRequest(chat=pb.ChatMessages(messages=listed))
+
+
+BAD_INPUT: list[tuple[str, pb.GenerateRequest, list[str]]] = [
+    ("no prompt", pb.GenerateRequest(), ["prompt is None", "one of text, tokens, chat"]),
+    ("empty text", pb.GenerateRequest(text=""), ["text is ''", "at least one character"]),
+    ("no tokens", pb.GenerateRequest(tokens=pb.TokenIds()), ["prompt is []", "one token"]),
+    (
+        "token too big",
+        pb.GenerateRequest(tokens=pb.TokenIds(ids=[0, 300])),
+        ["tokens.ids[1] is 300", "0 to 299"],
+    ),
+    ("negative token", pb.GenerateRequest(tokens=pb.TokenIds(ids=[-1])), ["tokens.ids[0] is -1"]),
+    ("no messages", chat_request(), ["chat.messages is []", "at least one message"]),
+    (
+        "odd role",
+        chat_request(("user", "a"), ("user|>b<|system", "b")),
+        ["chat.messages[1].role is 'user|>b<|system'", "up to 64 letters, digits"],
+    ),
+    ("template refuses", chat_request(("tool", "a")), ["chat.messages is 'tool'", "no tools here"]),
+    ("long prompt", request(text="x" * 128), ["prompt", "128", "at most 127", "max_model_len"]),
+    (
+        "over the context",
+        sampling(max_tokens=124),
+        [
+            "sampling.max_tokens is 124",
+            "at most 123",
+            "prompt has 5 tokens",
+            "max_model_len is 128",
+        ],
+    ),
+    ("max_tokens 0", sampling(max_tokens=0), ["sampling.max_tokens is 0", "at least 1"]),
+    ("max_tokens -1", sampling(max_tokens=-1), ["sampling.max_tokens is -1", "at least 1"]),
+    ("temperature < 0", sampling(temperature=-0.5), ["sampling.temperature is -0.5", "0 (greedy)"]),
+    ("temperature NaN", sampling(temperature="NaN"), ["sampling.temperature is nan"]),
+    ("temperature inf", sampling(temperature="Infinity"), ["sampling.temperature is inf"]),
+    ("temperature below", sampling(temperature=9.9e-7), ["sampling.temperature is 9.9e-07"]),
+    ("temperature tiny", sampling(temperature=1e-9), ["sampling.temperature", "at least 1e-06"]),
+    ("top_p 0", sampling(top_p=0), ["sampling.top_p is 0.0", "above 0, up to 1"]),
+    ("top_p > 1", sampling(top_p=1.5), ["sampling.top_p is 1.5", "above 0, up to 1"]),
+    ("top_p NaN", sampling(top_p="NaN"), ["sampling.top_p is nan"]),
+    ("top_k < 0", sampling(top_k=-1), ["sampling.top_k is -1", "at least 0"]),
+    ("min_p > 1", sampling(min_p=1.5), ["sampling.min_p is 1.5", "0 to 1"]),
+    ("min_p < 0", sampling(min_p=-0.5), ["sampling.min_p is -0.5", "0 to 1"]),
+    ("seed < 0", sampling(seed=-1), ["sampling.seed is -1", "0 to 9223372036854775807"]),
+    ("n 0", sampling(n=0), ["sampling.n is 0", "1 to 8 (max_requests_per_batch)"]),
+    ("n 9", sampling(n=9), ["sampling.n is 9", "1 to 8 (max_requests_per_batch)"]),
+    ("beam_width 0", sampling(beam_width=0), ["sampling.beam_width is 0", "at least 1"]),
+    ("min_tokens -1", sampling(min_tokens=-1), ["sampling.min_tokens is -1", "at least 0"]),
+    ("logprobs -1", sampling(logprobs=-1), ["sampling.logprobs is -1", "at least 0"]),
+    (
+        "repetition_penalty 0",
+        sampling(repetition_penalty=0),
+        ["sampling.repetition_penalty is 0.0", "above 0"],
+    ),
+    (
+        "presence_penalty 3",
+        sampling(presence_penalty=3),
+        ["sampling.presence_penalty is 3.0", "-2 to 2"],
+    ),
+    (
+        "frequency_penalty NaN",
+        sampling(frequency_penalty="NaN"),
+        ["sampling.frequency_penalty is nan", "-2 to 2"],
+    ),
+    ("empty stop", sampling(stop=["a", ""]), ["sampling.stop[1] is ''", "1 to 1024 characters"]),
+    ("long stop", sampling(stop=["a" * 1025]), ["sampling.stop[0]", "1 to 1024 characters"]),
+    ("many stops", sampling(stop=["a"] * 65), ["sampling.stop is '65 strings'", "up to 64"]),
+    (
+        "stop token",
+        sampling(stop_token_ids=[300]),
+        ["sampling.stop_token_ids[0] is 300", "0 to 299"],
+    ),
+    (
+        "many stop tokens",
+        sampling(stop_token_ids=[1] * 257),
+        ["sampling.stop_token_ids is '257 tokens'", "up to 256"],
+    ),
+    ("long salt", request(cacheSalt="x" * 257), ["cache_salt", "up to 256 characters"]),
+]
+
+LATER: list[tuple[str, pb.GenerateRequest]] = [
+    ("sampling.repetition_penalty", sampling(repetition_penalty=1.1)),
+    ("sampling.frequency_penalty", sampling(frequency_penalty=0.5)),
+    ("sampling.presence_penalty", sampling(presence_penalty=-0.5)),
+    ("sampling.min_tokens", sampling(min_tokens=1)),
+    ("sampling.logit_bias", sampling(logit_bias={"5": 1.0})),
+    ("sampling.bad_words", sampling(bad_words=["x"])),
+    ("sampling.beam_width", sampling(beam_width=2)),
+    ("sampling.length_penalty", sampling(length_penalty=0.5)),
+    ("sampling.early_stopping", sampling(early_stopping=True)),
+    ("sampling.logprobs", sampling(logprobs=0)),
+    ("sampling.prompt_logprobs", sampling(prompt_logprobs=3)),
+    ("sampling.json_schema", sampling(json_schema="{}")),
+    ("sampling.regex", sampling(regex="a")),
+    ("sampling.grammar", sampling(grammar="a")),
+    ("sampling.json_object", sampling(json_object=True)),
+    ("sampling.choice", sampling(choice={"options": ["a"]})),
+    ("resume", request(resume={"output_token_ids": [1]})),
+    ("resume", request(resume={"text_length": 1})),
+]
+
+
+@pytest.mark.parametrize(
+    ("bad", "parts"), [case[1:] for case in BAD_INPUT], ids=[case[0] for case in BAD_INPUT]
+)
+def test_bad_input_is_named(bad: pb.GenerateRequest, parts: list[str]) -> None:
+    """One bad request must hurt nobody else, and its sender must learn what to change."""
+    with pytest.raises(RequestRejected) as error:
+        admit(bad, "r", 0, MODEL, 8)
+    for part in parts:
+        assert part in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize(("field", "asked"), LATER, ids=[f"{case[0]}" for case in LATER])
+def test_what_comes_later_is_refused_by_name(field: str, asked: pb.GenerateRequest) -> None:
+    """Silently ignoring a constraint would give answers that break it."""
+    with pytest.raises(NotImplementedYet, match=field):
+        admit(asked, "r", 0, MODEL, 8)
+
+
+def test_every_field_of_sampling_is_accounted_for() -> None:
+    """A field that nobody looks at is ignored without a word."""
+    later = {name.removeprefix("sampling.") for name, _ in LATER}
+    now = {
+        "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop", "stop_token_ids",
+        "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "n",
+    }  # fmt: skip
+    assert {spec.name for spec in pb.SamplingParams.DESCRIPTOR.fields} == now | (later - {"resume"})
+
+
+def test_neutral_values_of_later_fields_pass() -> None:
+    """Client libraries fill in neutral values; refusing them would break every such client."""
+    admitted = admit(
+        request(
+            sampling={
+                "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0,
+                "min_tokens": 0, "n": 1, "beam_width": 1, "length_penalty": 1,
+                "early_stopping": False, "json_object": False,
+            },
+            resume={},
+            cacheSalt="tenant",
+        ),
+        "r", 0, MODEL, 8,
+    )  # fmt: skip
+    assert admitted.submission.new.cache_salt == "tenant"
+
+
+def test_defaults_are_neutral() -> None:
+    """Unset is not zero: temperature 0 would be greedy, top_p 0 impossible."""
+    new = admit(request(), "r", 77, MODEL, 8).submission.new
+    chosen = new.sampling
+    assert (chosen.temperature, chosen.top_p, chosen.top_k, chosen.min_p) == (1.0, 1.0, 0, 0.0)
+    assert chosen.seed == 77
+    assert chosen.stop_token_ids == {END}
+    assert new.max_tokens == FACTS.max_model_len - len("hello")
+    assert (new.priority, new.cache_salt, new.request_id) == (0, "", "r")
+
+
+def test_defaults_of_the_model_lose_against_the_request() -> None:
+    """The generation config states how the model is meant to be used; a client may differ."""
+    stated = {"temperature": 0.6, "top_p": 0.9, "top_k": 1000, "min_p": 0.1}
+    model = replace(MODEL, tokenizer=Tokenizer(chat(), stated))
+    by_model = admit(request(), "r", 0, model, 8).submission.new.sampling
+    assert (by_model.temperature, by_model.top_p, by_model.min_p) == (0.6, 0.9, 0.1)
+    assert by_model.top_k == FACTS.vocab_size  # more than that is the same, and fits the worker
+    asked = admit(sampling(temperature=0, top_k=0, top_p=1, min_p=0), "r", 0, model, 8)
+    chosen = asked.submission.new.sampling
+    assert (chosen.temperature, chosen.top_p, chosen.top_k, chosen.min_p) == (0.0, 1.0, 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [
+        ("temperature", [0.0, 1e-6, 3.4e38]),
+        ("top_p", [1e-45, 1e-9, 1.0]),
+        ("min_p", [0.0, 1e-45, 1.0]),
+        ("top_k", [0, 2**31 - 1]),
+        ("seed", [0, 2**63 - 1]),
+    ],
+)
+def test_the_bounds_that_messages_name_are_accepted(name: str, bounds: list[float]) -> None:
+    """Fields are float32: 1e-6 arrives as 9.99999997e-07, less than "at least 1e-06"."""
+    for bound in bounds:
+        asked = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(**{name: bound}))
+        admit(asked, "r", 0, MODEL, 8)
+
+
+def test_a_tiny_temperature_of_the_model_is_greedy() -> None:
+    """Else every request that leaves it unset would be refused for what the model says."""
+    model = replace(MODEL, tokenizer=Tokenizer(chat(), {"temperature": 1e-7}))
+    assert admit(request(), "r", 0, model, 8).submission.new.sampling.temperature == 0.0
+
+
+def test_seed_zero_is_a_seed() -> None:
+    """Unset and zero differ: a client that asks for seed 0 wants the same answer again."""
+    assert admit(sampling(seed=0), "r", 77, MODEL, 8).seed == 0
+    assert admit(sampling(seed=str((1 << 63) - 1)), "r", 77, MODEL, 8).seed == (1 << 63) - 1
+    assert admit(sampling(), "r", 77, MODEL, 8).seed == 77
+
+
+def test_stop_tokens() -> None:
+    """ignore_eos keeps the client's own stop tokens."""
+    asked = admit(sampling(stop_token_ids=[5]), "r", 0, MODEL, 8).submission.new.sampling
+    assert asked.stop_token_ids == {5, END}
+    asked = admit(sampling(stop_token_ids=[5], ignore_eos=True), "r", 0, MODEL, 8)
+    assert asked.submission.new.sampling.stop_token_ids == {5}
+
+
+def test_the_edges_of_the_context_fit() -> None:
+    """Off by one here refuses what would fit, or lets in what never ends."""
+    new = admit(sampling(max_tokens=123), "r", 0, MODEL, 8).submission.new
+    assert len(new.prompt_token_ids) + new.max_tokens == FACTS.max_model_len
+    assert admit(request(text="x" * 127), "r", 0, MODEL, 8).submission.new.max_tokens == 1
+
+
+def test_a_pool_smaller_than_the_context_bounds_requests() -> None:
+    """Such a request would wait in the queue for ever, and all behind it."""
+    model = replace(MODEL, facts=replace(FACTS, pool_tokens=64))
+    assert admit(request(), "r", 0, model, 8).submission.new.max_tokens == 59
+    with pytest.raises(RequestRejected, match=r"at most 59, .*5 tokens .*KV pool in tokens is 64"):
+        admit(sampling(max_tokens=60), "r", 0, model, 8)
+    with pytest.raises(RequestRejected, match="is 64; allowed: at most 63"):
+        admit(request(text="x" * 64), "r", 0, model, 8)
+
+
+def test_prompts() -> None:
+    """Text gets the special tokens that the model was trained with; a template brings its own."""
+    model = replace(MODEL, tokenizer=Tokenizer(wrapped_metaspace()))
+    assert prompt_token_ids(pb.GenerateRequest(text="a"), model)[0] == 1
+    assert prompt_token_ids(pb.TokenizeRequest(text="a"), model, add_special_tokens=False)[0] != 1
+    tokens = pb.GenerateRequest(tokens=pb.TokenIds(ids=[7, 0, 299]))
+    assert prompt_token_ids(tokens, model) == [7, 0, 299]
+    ids = prompt_token_ids(chat_request(("user", "hi")), MODEL)
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    with pytest.raises(RequestRejected, match="chat is 'given'; allowed: text or tokens"):
+        prompt_token_ids(chat_request(("user", "hi")), model)
+
+
+def test_text_of_the_answer() -> None:
+    """The stream of an admitted request must honour its stop strings and special tokens."""
+    hello = byte_level().encode("hi END.").ids
+    (text,) = admit(sampling(stop=["END"]), "r", 0, MODEL, 8).submission.texts
+    assert "".join(map(text.push, hello)) == "hi "
+    assert text.matched_stop == "END"
+    assert not text.include_stop_str_in_output
+    (text,) = admit(sampling(skip_special_tokens=False), "r", 0, MODEL, 8).submission.texts
+    assert text.push(END) == "<|im_end|>"
+
+
+def test_siblings() -> None:
+    """Two siblings that share one text would put their tokens into each other's characters."""
+    submission = admit(sampling(n=8, stop=["b"]), "r", 5, MODEL, 8).submission
+    assert submission.new.n == 8
+    first, second, *_ = submission.texts
+    assert len(submission.texts) == 8
+    e_acute = byte_level().encode("é").ids
+    assert [first.push(e_acute[0]), second.push(e_acute[0])] == ["", ""]
+    assert [first.push(e_acute[1]), second.push(e_acute[1])] == ["é", "é"]
+    first.push(byte_level().encode("b").ids[0])
+    assert (first.matched_stop, second.matched_stop) == ("b", None)
+    assert admit(request(), "r", 5, MODEL, 8).submission.new.n == 1
+
+
+def test_priority_and_salt_reach_the_core() -> None:
+    """An urgent request that waits like all others; a tenant that sees another's cache."""
+    new = admit(request(priority=-3, cacheSalt="tenant"), "r", 0, MODEL, 8).submission.new
+    assert (new.priority, new.cache_salt) == (-3, "tenant")
+
+
+@pytest.mark.parametrize("bad", ["x" * 257, "a\nb", "a\x00"])
+def test_request_ids(bad: str) -> None:
+    """They go into logs and metadata: no line breaks, no novels."""
+    with pytest.raises(RequestRejected, match="request_id"):
+        check_request_id(bad)
+    check_request_id("ünï-1:2/3 4")
+
+
+def wrapped_metaspace() -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=metaspace(), eos_token="</s>")

@@ -1,0 +1,350 @@
+"""Seeded random workloads, and the driver that runs them through the core and a shadow worker."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from scheduler_svc.core.absorb import absorb
+from scheduler_svc.core.admission import why_never_fits
+from scheduler_svc.core.check import check, check_rows
+from scheduler_svc.core.commit import commit
+from scheduler_svc.core.decide import decide
+from scheduler_svc.core.limits import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    Geometry,
+    GroupGeometry,
+    Limits,
+)
+from scheduler_svc.core.pack import pack
+from scheduler_svc.core.policies import POLICIES
+from scheduler_svc.core.request import FinishReason, NewRequest, Request, Sampling
+from scheduler_svc.core.state import Counters, State
+from tests.support.shadow_worker import ShadowWorker, expected_tokens
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The memory and the limits of a run."""
+
+    num_blocks: int = 64  # chunks, strictly speaking
+    page_size: int = 4
+    max_batch_tokens: int = 64
+    max_requests: int = 8
+    max_model_len: int = 128
+    safety_margin: float = 0.15
+    cache_budget: int = 0
+    max_plans_in_flight: int = 1
+    groups: tuple[tuple[int, int], ...] = ((0, 1),)  # (sliding window or 0, blocks per chunk)
+    swap_chunks: int = 0
+    overlaps_swap: bool = False
+    allow_block_sharing: bool = True
+    policy: str = "fifo"
+    vocab_size: int = 50
+    target_step_ms: float = 0.0  # then steps take random times
+
+    def geometry(self) -> Geometry:
+        return Geometry(
+            page_size=self.page_size,
+            num_chunks=2 + self.num_blocks,
+            chunk_bytes=64,
+            groups=tuple(
+                GroupGeometry(
+                    SLIDING_ATTENTION if window else FULL_ATTENTION, 1, blocks_per_chunk, window
+                )
+                for window, blocks_per_chunk in self.groups
+            ),
+            max_model_len=self.max_model_len,
+            num_swap_chunks=self.swap_chunks,
+            overlaps_swap=self.overlaps_swap,
+        )
+
+    def limits(self) -> Limits:
+        return Limits(
+            max_batch_tokens=self.max_batch_tokens,
+            max_requests_per_batch=self.max_requests,
+            cache_budget=self.cache_budget,
+            safety_margin=self.safety_margin,
+            max_plans_in_flight=self.max_plans_in_flight,
+            allow_block_sharing=self.allow_block_sharing,
+            target_step_ms=self.target_step_ms,
+        )
+
+
+@dataclass
+class Outcome:
+    """What a run did."""
+
+    steps: int = 0
+    tokens: dict[Key, list[int]] = field(default_factory=dict)
+    reasons: dict[Key, FinishReason] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+    cached_tokens: dict[Key, int] = field(default_factory=dict)
+    counters: Counters = field(default_factory=Counters)
+    forks: int = 0
+    tail_copies: int = 0
+    chunked_prefills: int = 0
+    mixed_steps: int = 0
+    most_running: int = 0
+    lost_workers: int = 0
+    trace: list[bytes] = field(default_factory=list)
+
+
+Key = tuple[str, int]  # request_id and index
+
+
+def key(request: Request) -> Key:
+    return request.request_id, request.index
+
+
+class Simulation:
+    """The core and a shadow worker, with the plans in flight between them."""
+
+    def __init__(self, setup: Setup, seed: int = 0, keep_trace: bool = False) -> None:
+        self.setup = setup
+        self.rng = np.random.default_rng(seed)
+        self.state = State(setup.limits(), setup.geometry(), POLICIES[setup.policy])
+        self.results: deque = deque()
+        self.outcome = Outcome()
+        self.keep_trace = keep_trace
+        self._connect(garbage_seed=0)
+
+    def _connect(self, garbage_seed: int) -> None:
+        """A fresh worker."""
+        setup = self.setup
+        self._shuffle()
+        self.worker = ShadowWorker(
+            setup.geometry(), setup.max_requests, setup.vocab_size, garbage_seed
+        )
+        self.worker.most_tokens = setup.max_batch_tokens * setup.max_plans_in_flight
+        self.pristine = [
+            kv[: setup.page_size * blocks].copy()
+            for kv, (_, blocks) in zip(self.worker.kv, setup.groups, strict=True)
+        ]
+
+    def _shuffle(self) -> None:
+        """A shuffled pool, so that a stale read cannot pass by luck."""
+        self.rng.shuffle(self.state.pool.clean)
+        self.rng.shuffle(self.state.swap_pool.clean)
+
+    def lose_worker(self) -> None:
+        """It dies with all its memory, and what it had not answered; another one comes."""
+        self.results.clear()
+        self.state.lose_worker(self.setup.geometry())
+        self.outcome.lost_workers += 1
+        self._connect(garbage_seed=self.outcome.lost_workers)
+
+    def fail_step(self) -> None:
+        """The worker reports a fault: what it had not answered is given up, and all its KV."""
+        self.results.clear()
+        self.worker.late_copies.clear()
+        self.state.lose_worker(self.setup.geometry(), self.state.next_step_id)
+        self._shuffle()
+
+    def submit(self, new: NewRequest) -> Request | None:
+        is_reserved = self.state.policy.holds_finished
+        prompt_tokens = len(new.prompt_token_ids)
+        if why_never_fits(self.state.geometry, prompt_tokens, new.max_tokens, is_reserved):
+            self.outcome.refused.append(new.request_id)
+            return None
+        family = self.state.submit(new)
+        self.outcome.tokens.update((key(request), []) for request in family)
+        return family[0]
+
+    def abort(self, request_id: str) -> None:
+        """As a client does it: with all siblings."""
+        for request in list(self.state.requests.get(request_id, [])):
+            if request.finish_reason is None:  # a sibling may have ended with the first
+                self.state.finish(request, FinishReason.ABORT)
+            self._ended(request)
+
+    def plan(self) -> bool:
+        """Plans and sends one step if one may be in flight and there is something to do."""
+        if len(self.state.in_flight) >= self.state.plans_allowed:
+            return False
+        decision = decide(self.state)
+        may_recall = bool(self.state.transfers.quarantined)
+        step = commit(self.state, decision)
+        self.outcome.counters = self.state.counters
+        if step is None:
+            return not decision.is_empty or may_recall
+        plan = pack(self.state, step)
+        assert plan.query_start_loc[-1] <= self.setup.max_batch_tokens
+        assert len(step.rows) <= self.setup.max_requests
+        if not self.state.policy.holds_finished:
+            # a last token is never computed: whoever must end by length is not planned again
+            limits = [request.max_total_tokens for request in step.requests[: len(step.rows)]]
+            assert (plan.seq_lens < limits).all(), "planned past the end by length"
+        self.outcome.forks += len(step.named) - len(step.rows)
+        self.outcome.tail_copies += len(step.transfers.copy)
+        if self.keep_trace:
+            from protos.plan import encode_plan
+
+            counts, buffer = encode_plan(plan)
+            self.outcome.trace.append(np.array(counts, np.int32).tobytes() + buffer)
+        is_prefill = step.num_new_tokens > 1
+        self.outcome.mixed_steps += bool(is_prefill.any() and not is_prefill.all())
+        self.outcome.chunked_prefills += len(step.rows) - len(step.sampled)
+        self.outcome.most_running = max(self.outcome.most_running, len(step.rows))
+        self.outcome.steps += 1
+        result = self.worker.step(plan)
+        if self.setup.target_step_ms:
+            longest = round(4000 * self.setup.target_step_ms)
+            result = replace(result, device_microseconds=int(self.rng.integers(longest)))
+        self.results.append(result)
+        check_rows(self.state, step.rows)
+        if self.outcome.steps % 100 == 0:
+            check(self.state)
+        return True
+
+    def absorb(self) -> None:
+        result = self.results.popleft()
+        self.worker.finish(result.step_id)
+        absorbed = absorb(self.state, result)
+        for request in absorbed.sampled:
+            self.outcome.tokens[key(request)].append(request.token_ids[-1])
+        for request in absorbed.ended:
+            self._ended(request)
+
+    def turn(self) -> bool:
+        """Plans what it may, then takes one result; False when there was nothing to do."""
+        progressed = False
+        while self.plan():
+            progressed = True
+        if self.results:
+            self.absorb()
+            return True
+        return progressed
+
+    def run(self) -> Outcome:
+        """Turns until every request has ended; a wedge is an error."""
+        while self.state.requests or self.results:
+            assert self.turn(), f"wedged with {len(self.state.requests)} live requests"
+        check(self.state)
+        assert self.state.pool.num_free == self.state.pool.num_usable, "blocks leaked"
+        assert self.state.swap_pool.num_free == self.state.swap_pool.num_usable
+        assert not self.state.prefix_cache.num_promised
+        assert not self.state.rows.running
+        self.worker.check_reserved(self.pristine)
+        return self.outcome
+
+    def _ended(self, request: Request) -> None:
+        assert key(request) not in self.outcome.reasons, "ended twice"
+        assert request.finish_reason is not None
+        self.outcome.reasons[key(request)] = request.finish_reason
+        self.outcome.cached_tokens[key(request)] = request.num_cached_tokens
+
+
+def random_requests(
+    rng: np.random.Generator,
+    count: int,
+    *,
+    prompt: tuple[int, int] = (1, 32),
+    output: tuple[int, int] = (1, 32),
+    vocab_size: int = 50,
+    stop_share: float = 0.3,
+    sampled_share: float = 0.3,
+    prefixes: int = 0,
+    fork_share: float = 0.0,
+    priorities: int = 1,
+) -> list[NewRequest]:
+    """Requests with uniform lengths in the given ranges (both ends included).
+
+    With `prefixes`, most prompts begin like one of that many long ones.
+    """
+    requests = []
+    shared = [rng.integers(0, vocab_size, prompt[1]).tolist() for _ in range(prefixes)]
+    for i in range(count):
+        stops = frozenset(
+            rng.integers(0, vocab_size, 2).tolist() if rng.random() < stop_share else []
+        )
+        tokens = rng.integers(0, vocab_size, rng.integers(prompt[0], prompt[1] + 1)).tolist()
+        if shared and rng.random() < 0.8:
+            begin = shared[int(rng.integers(prefixes))][: int(rng.integers(len(tokens) + 1))]
+            tokens[: len(begin)] = begin
+        requests.append(
+            NewRequest(
+                request_id=f"r{i}",
+                prompt_token_ids=tokens,
+                n=int(rng.integers(2, 5)) if rng.random() < fork_share else 1,
+                priority=int(rng.integers(priorities)),
+                cache_salt="other" if rng.random() < 0.1 else "",
+                max_tokens=int(rng.integers(output[0], output[1] + 1)),
+                sampling=Sampling(
+                    temperature=1.0 if rng.random() < sampled_share else 0.0,
+                    seed=int(rng.integers(0, 2**63)),
+                    stop_token_ids=stops,
+                ),
+            )
+        )
+    return requests
+
+
+def expected(
+    requests: list[NewRequest], vocab_size: int, windows: Sequence[int] = (0,)
+) -> dict[Key, list[int]]:
+    """The tokens that each request, and each sibling, must produce."""
+    family = [(new, index) for new in requests for index in range(new.n)]
+    outputs = expected_tokens(
+        [new.prompt_token_ids for new, _ in family],
+        [new.max_tokens for new, _ in family],
+        vocab_size,
+        [new.sampling.temperature for new, _ in family],
+        [new.sampling.seed for new, _ in family],
+        [new.sampling.stop_token_ids for new, _ in family],
+        windows,
+        [index for _, index in family],
+    )
+    return {
+        (new.request_id, index): tokens
+        for (new, index), tokens in zip(family, outputs, strict=True)
+    }
+
+
+def run_workload(
+    setup: Setup,
+    requests: list[NewRequest],
+    *,
+    seed: int = 0,
+    arrivals_per_turn: float = 2.0,
+    abort_share: float = 0.0,
+    keep_trace: bool = False,
+) -> Outcome:
+    """Feeds the requests in at random turns, aborts some, and checks every token of all."""
+    simulation = Simulation(setup, seed, keep_trace)
+    rng = simulation.rng
+    waiting = deque(requests)
+    doomed: list[str] = []
+    while waiting or simulation.state.requests or simulation.results:
+        for _ in range(min(len(waiting), int(rng.poisson(arrivals_per_turn)))):
+            new = waiting.popleft()
+            if simulation.submit(new) and rng.random() < abort_share:
+                doomed.append(new.request_id)
+        if doomed and rng.random() < 0.3:
+            simulation.abort(doomed.pop(int(rng.integers(len(doomed)))))
+        progressed = simulation.turn()
+        assert progressed or waiting or not simulation.state.requests, "wedged"
+    outcome = simulation.run()
+    verify(requests, outcome, setup)
+    return outcome
+
+
+def verify(requests: list[NewRequest], outcome: Outcome, setup: Setup) -> None:
+    """Every accepted request ended once; its tokens are right, or right until its abort."""
+    accepted = [new for new in requests if new.request_id not in outcome.refused]
+    windows = [window for window, _ in setup.groups]
+    want = expected(accepted, setup.vocab_size, windows) if accepted else {}
+    assert outcome.reasons.keys() == want.keys()
+    stops = {new.request_id: new.sampling.stop_token_ids for new in accepted}
+    for who, right in want.items():
+        got, reason = outcome.tokens[who], outcome.reasons[who]
+        if reason is FinishReason.ABORT:
+            assert got == right[: len(got)], who
+        else:
+            assert got == right, who
+            stopped = right[-1] in stops[who[0]]
+            assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)

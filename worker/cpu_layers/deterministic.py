@@ -1,0 +1,355 @@
+"""`deterministic`: a row's bits depend on the row alone. How that is kept, and how it is proved.
+
+Three things of a step could break it. Experts group the rows of a whole batch: models with experts
+are refused. torch's matrix products share rows out to threads by fours, and give a row the same
+bits in any share of four or more, other bits in a smaller one (measured): where linear layers are
+not packed, rows come in multiples of four. And torch computes the end of a flat array, and of each
+thread's share of it, by scalar code, which for some activations has other bits than the vector code
+before it: RowBits hands these functions pieces that have no such end.
+
+The rest is proved when a model is loaded, on what it computes itself: every shape of linear layer,
+and every kind of decoder layer from its input to its output, by few rows and among many. Whatever
+differs is a refusal with the module's name.
+
+Owns: all of this. Does not own: padding to multiples (padding.py), attention, whose C kernel keeps
+the promise by construction (kernels/paged.c).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from worker.attention.interface import AttentionCall, answering
+from worker.cpu_layers.decoder_layer import FusedLayer
+from worker.cpu_layers.packed_linear import PackedLinear
+from worker.kv.geometry import UnsupportedModel
+
+_TRIED_ROWS: Final = (2, 3, 5, 9, 17)  # multiples of the deterministic row count
+_DIFFERENT_ROWS: Final = 4  # likewise; more rows repeat these
+_MEASURED_ROWS: Final = 13  # likewise, to see which dimension counts rows
+_MOST_ROWS: Final = 1024
+_SHARE: Final = 32768  # numbers from which on torch shares elementwise work out to threads
+_PIECE: Final = 8192  # less than for any function (GELU: 16384)
+_VECTORS: Final = 64  # floats: a whole number of any CPU's vectors, unrolled
+
+_aten = torch.ops.aten
+# Those with vector code for the bulk and scalar code for the end; the others of torch's have one.
+_FUNCTIONS: Final = frozenset(
+    {
+        _aten.silu.default,
+        _aten.gelu.default,
+        _aten.sigmoid.default,
+        _aten.softplus.default,
+        _aten.mish.default,
+        _aten.elu.default,
+        _aten.hardswish.default,
+        _aten.hardsigmoid.default,
+        _aten.tanh.default,
+        _aten.exp.default,
+    }
+)
+_IN_PLACE: Final = {
+    _aten.silu_.default: _aten.silu.default,
+    _aten.gelu_.default: _aten.gelu.default,
+    _aten.sigmoid_.default: _aten.sigmoid.default,
+    _aten.mish_.default: _aten.mish.default,
+    _aten.elu_.default: _aten.elu.default,
+    _aten.hardswish_.default: _aten.hardswish.default,
+    _aten.hardsigmoid_.default: _aten.hardsigmoid.default,
+    _aten.tanh_.default: _aten.tanh.default,
+    _aten.exp_.default: _aten.exp.default,
+}
+
+
+class RowBits(TorchDispatchMode):
+    """While it is entered, activations give a number the same bits wherever it lies in a tensor."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _FUNCTIONS:
+            return _in_pieces(func, args, kwargs)
+        if func in _IN_PLACE:
+            return args[0].copy_(_in_pieces(_IN_PLACE[func], args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _in_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Each piece is whole vectors, and too short to be shared out over threads."""
+    x, *others = args
+    flat = x.reshape(-1)
+    padded = nn.functional.pad(flat, (0, -len(flat) % _VECTORS))
+    pieces = [func(piece, *others, **kwargs) for piece in padded.split(_PIECE)]
+    return torch.cat(pieces)[: len(flat)].view(x.shape) if pieces else func(*args, **kwargs)
+
+
+# ---- experts ----
+
+
+def check_dense(config: PreTrainedConfig, model: nn.Module | None = None) -> None:
+    """Refuse experts: their kernels group rows of the whole batch. Looks at every number of experts
+    in the configuration, and at the modules of a model that is loaded. Raises UnsupportedModel."""
+    for name, count in _expert_counts(config.to_dict()):
+        raise UnsupportedModel(
+            f"{config.model_type}: deterministic needs a dense model; {name} is {count}, "
+            f"and expert kernels make a row's bits depend on the batch"
+        )
+    for path, module in model.named_modules() if model is not None else ():
+        last = path.rpartition(".")[2].lower()
+        if "expert" in last or last.endswith("moe") or "experts" in type(module).__name__.lower():
+            raise UnsupportedModel(
+                f"{config.model_type}: deterministic needs a dense model; {path} is a "
+                f"{type(module).__name__}, and expert kernels make a row's bits depend on the batch"
+            )
+
+
+def _expert_counts(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _expert_counts(value)
+        elif _counts_experts(str(name)) and isinstance(value, int) and value > 1:
+            yield name, value
+
+
+def _counts_experts(name: str) -> bool:
+    """num_experts, n_routed_experts, moe_num_experts, ...; not num_experts_per_tok, which families
+    without experts have as well."""
+    return name.endswith("experts") and ("num" in name or name.startswith("n_"))
+
+
+def prove_row_bits(
+    model: PreTrainedModel, row_multiple: int, max_model_len: int, max_rows: int
+) -> None:
+    """Both proofs, for steps whose rows come in multiples of `row_multiple`. Raises
+    UnsupportedModel with the first module whose bits depend on the batch."""
+    check_row_bits(model, row_multiple)
+    check_layer_bits(model, row_multiple, max_model_len, max_rows)
+
+
+# ---- linear layers ----
+
+
+def check_row_bits(model: PreTrainedModel, row_multiple: int) -> None:
+    """See that the model's matrix products give a row the same bits among any multiple of
+    `row_multiple` rows, on this machine and with this number of threads.
+
+    Libraries choose kernels by CPU and by row count; deterministic mode rests on this choice not
+    showing. One layer of every shape is tried. Raises UnsupportedModel.
+    """
+    layers = {
+        (type(module), *_shape(module)): (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D | PackedLinear)
+    }
+    for (_, _, wide), (path, layer) in layers.items():
+        rows = torch.linspace(-1, 1, wide * _TRIED_ROWS[-1] * row_multiple).sin()
+        rows = rows.view(-1, wide)
+        with torch.inference_mode():
+            one_by_one = torch.cat(
+                [layer(rows[i : i + row_multiple]) for i in range(0, len(rows), row_multiple)]
+            )
+            for count in _TRIED_ROWS:
+                some = count * row_multiple
+                if not torch.equal(layer(rows[:some]), one_by_one[:some]):
+                    raise _changes(model, f"{path} {list(_shape(layer))}", row_multiple, some)
+
+
+def _shape(layer: nn.Module) -> tuple[int, int]:
+    """(output features, input features)"""
+    if isinstance(layer, PackedLinear):
+        return layer.out_features, layer.in_features
+    rows, columns = layer.weight.shape  # type: ignore[misc]
+    return (columns, rows) if isinstance(layer, Conv1D) else (rows, columns)
+
+
+def _changes(model: PreTrainedModel, what: str, few: int, many: int) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{model.config.model_type}: deterministic cannot be kept here: the bits of {what} change "
+        f"when {few} rows are computed among {many}, with {torch.get_num_threads()} threads"
+    )
+
+
+# ---- whole layers ----
+
+
+class _RowsOnly:
+    """Answers attention calls with a mix of their arguments, row by row."""
+
+    def attend_layer(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+    ) -> torch.Tensor:
+        grouped = query.shape[1] // value.shape[1]
+        both = (0.1 * key[..., : value.shape[-1]] + value).repeat_interleave(grouped, dim=1)
+        return (0.1 * query[..., : value.shape[-1]] + both).transpose(1, 2).contiguous()
+
+
+class _Enough(Exception):
+    """All that is to be compared of a forward has been computed."""
+
+
+class _Tried:
+    """Forwards of a model, observed in one decoder layer of every kind."""
+
+    def __init__(self, model: PreTrainedModel, row_multiple: int, max_model_len: int) -> None:
+        self.model, self.few = model, row_multiple
+        self._different = _DIFFERENT_ROWS * row_multiple
+        rows = torch.arange(self._different)
+        self._ids = (17 * rows + 3) % model.config.get_text_config().vocab_size
+        self._positions = 37 * rows % max_model_len
+        layers = _one_of_each_kind(model)
+        self.layers = [layer for _, layer in layers]
+        self._modules = {
+            f"{path}.{name}".rstrip("."): module
+            for path, layer in layers
+            for name, module in layer.named_modules()
+        }
+        self._axes = self._measured()
+        units = [self._run(rows[i : i + self.few]) for i in range(0, len(rows), self.few)]
+        self._alone = [
+            None if axis is None else torch.cat([unit[place][1] for unit in units], axis)
+            for place, axis in enumerate(self._axes)
+        ]
+
+    def widths(self) -> list[int]:
+        """How many numbers of one row modules give, smallest first."""
+        sizes = {rows.numel() // self._different for rows in self._alone if rows is not None}
+        return sorted(sizes - {0})
+
+    def check(self, count: int, *, to_the_end: bool) -> None:
+        """`count` rows together. Raises UnsupportedModel where bits differ from those alone."""
+        rows = torch.arange(count) % self._different
+        events = self._run(rows, to_the_end=to_the_end)
+        for (what, found), alone, axis in zip(events, self._alone, self._axes, strict=False):
+            if alone is not None and not torch.equal(found, alone.index_select(axis or 0, rows)):
+                raise _changes(self.model, what, self.few, count)
+
+    def _measured(self) -> list[int | None]:
+        """Which dimension of each event counts rows; None where that is not plain."""
+        count = _MEASURED_ROWS * self.few
+        events = self._run(torch.arange(count) % self._different)
+        return [
+            shape.index(count) if shape.count(count) == 1 else None
+            for shape in (tuple(tensor.shape) for _, tensor in events)
+        ]
+
+    def _run(
+        self, rows: torch.Tensor, *, to_the_end: bool = True
+    ) -> list[tuple[str, torch.Tensor]]:
+        events: list[tuple[str, torch.Tensor]] = []
+        with self._watching(events, to_the_end), torch.inference_mode(), answering(_RowsOnly()):
+            try:
+                with RowBits():
+                    logits = self.model(
+                        input_ids=self._ids[rows][None],
+                        position_ids=self._positions[rows][None],
+                        use_cache=False,
+                        logits_to_keep=torch.arange(len(rows)),
+                    ).logits
+                events.append(("the logits", logits))
+            except _Enough:
+                pass
+        return events
+
+    @contextmanager
+    def _watching(self, events: list[tuple[str, torch.Tensor]], to_the_end: bool) -> Iterator[None]:
+        handles = []
+        for path, module in self._modules.items():
+
+            def before(_module: nn.Module, args: Any, path: str = path) -> None:
+                if args and isinstance(args[0], torch.Tensor):
+                    events.append((f"what reaches {path}", args[0].clone()))
+
+            def after(module: nn.Module, _args: Any, output: Any, path: str = path) -> None:
+                output = output[0] if isinstance(output, tuple) and output else output
+                if isinstance(output, torch.Tensor):
+                    events.append((path, output.clone()))
+                if not to_the_end and module is self.layers[-1]:
+                    raise _Enough
+
+            handles += [
+                module.register_forward_pre_hook(before),
+                module.register_forward_hook(after),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def check_layer_bits(
+    model: PreTrainedModel, row_multiple: int, max_model_len: int, max_rows: int
+) -> None:
+    """See that every kind of decoder layer, and the logits, give a row the same bits among any
+    multiple of `row_multiple` rows up to about `max_rows`: activations, norms, rotary embeddings
+    and whatever else the model computes. Raises UnsupportedModel with the first module that
+    does not.
+    """
+    tried = _Tried(model, row_multiple, max_model_len)
+    most = min(max_rows, _MOST_ROWS)
+    for multiple in _TRIED_ROWS:
+        if multiple * row_multiple <= max(most, row_multiple):
+            tried.check(multiple * row_multiple, to_the_end=multiple <= _TRIED_ROWS[2])
+    if all(isinstance(vars(layer).get("forward"), FusedLayer) for layer in tried.layers):
+        return  # what shares of threads could show is C, which gives a row to one thread as a whole
+    for count in _where_threads_join(tried.widths(), row_multiple, most):
+        tried.check(count, to_the_end=False)
+
+
+def _where_threads_join(widths: list[int], row_multiple: int, most: int) -> list[int]:
+    """Row counts from those on at which a second thread gets a share of the work, and the last
+    one, for each width of what is computed."""
+    counts = set()
+    threads = torch.get_num_threads()
+    for width, share in itertools.product(widths, {1, threads - 1} - {0}):
+        first = share * _SHARE // (width * row_multiple)
+        counts |= {row_multiple * (first + by) for by in range(1, 4)}
+    return sorted(count for count in counts if 0 < count <= most)
+
+
+def _one_of_each_kind(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """Path and module of the first decoder layer of each kind, in their order."""
+    lists = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+    ]
+    if not lists:
+        return []
+    path, layers = max(lists, key=lambda found: len(found[1]))
+    kinds: dict[Any, tuple[str, nn.Module]] = {}
+    for number, layer in enumerate(layers):
+        kinds.setdefault(_kind(layer), (f"{path}.{number}", layer))
+    return list(kinds.values())
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    """Equal for layers that run the same code over tensors of the same shapes."""
+    return tuple(
+        (
+            path,
+            type(module),
+            tuple((name, tuple(p.shape)) for name, p in module.named_parameters(recurse=False)),
+            tuple(
+                (name, value)
+                for name, value in sorted(vars(module).items())
+                if isinstance(value, bool | int | float | str) and name != "layer_idx"
+            ),
+        )
+        for path, module in layer.named_modules()
+    )

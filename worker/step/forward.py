@@ -1,0 +1,122 @@
+"""One ragged forward: from inputs on the device to logits, without asking the device anything.
+
+All requests of a step form one flat sequence, [1, T]; what belongs to whom is told to attention
+through the StepContext alone.
+
+Owns: the call of the model, for a step and for whatever looks at it in advance (probe.py); which
+tokens stayed finite. Does not own: where inputs come from
+(io_buffers.py), whether this is replayed from a graph (graphs.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from worker.attention.interface import AttentionBackend, LayerHandler, StepContext, answering
+from worker.batch.inputs import StepInputs
+from worker.kv.kv_pool import KvPool
+from worker.step.io_buffers import DeviceInputs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forwarded:
+    """T tokens and L logits, padding included."""
+
+    logits: torch.Tensor  # [L, V] in the model's dtype
+    is_token_finite: torch.Tensor  # bool [T] every number of the last hidden state
+    is_logits_finite: torch.Tensor  # bool [L] the largest; some models give -inf to unused columns
+
+
+class Forward:
+    """The model with its memory. `hidden_states` is the part that gives the last hidden states of
+    every token, `last_token` int64 [rows] what each row sampled last."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        hidden_states: nn.Module,
+        backend: AttentionBackend,
+        pool: KvPool,
+        last_token: torch.Tensor,
+    ) -> None:
+        self._model, self._hidden_states = model, hidden_states
+        self._backend = backend
+        self._pool = pool
+        self._last_token = last_token
+
+    def __call__(
+        self, inputs: DeviceInputs, longest_query: int, on_host: StepInputs | None
+    ) -> Forwarded:
+        """`on_host` is None while a graph is captured: nothing may come from the host then."""
+        token_ids = torch.where(
+            inputs.token_ids < 0, self._last_token[inputs.token_rows], inputs.token_ids
+        )
+        context = StepContext(
+            backend=self._backend,
+            pool=self._pool,
+            query_start_loc=inputs.query_start_loc,
+            seq_lens=inputs.seq_lens,
+            groups=inputs.groups,
+            longest_query=longest_query,
+            on_host=on_host,
+        )
+        self._backend.begin_step(context)
+        logits, hidden = run_model(
+            self._model,
+            self._hidden_states,
+            context,
+            token_ids,
+            inputs.positions,
+            inputs.logits_indices,
+        )
+        return Forwarded(
+            logits=logits,
+            is_token_finite=torch.isfinite(hidden).all(dim=-1),
+            is_logits_finite=torch.isfinite(logits.amax(dim=-1)),
+        )
+
+
+def run_model(
+    model: PreTrainedModel,
+    hidden_states: nn.Module,
+    handler: LayerHandler,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    logits_indices: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One forward over token_ids [T] at positions [T], attention answered by `handler`: logits
+    [L, V] of the tokens at logits_indices [L], and what the module `hidden_states` of the model
+    gives for every token, [T, hidden].
+
+    Raises RuntimeError where that module is not called exactly once.
+    """
+    seen: list[torch.Tensor] = []
+    hook = hidden_states.register_forward_hook(
+        lambda _module, _inputs, output: seen.append(first_tensor(output))
+    )
+    try:
+        with answering(handler):
+            logits = model(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=logits_indices,
+            ).logits
+    finally:
+        hook.remove()
+    if len(seen) != 1:
+        raise RuntimeError(
+            f"{type(hidden_states).__name__}, whose hidden states are watched, was called "
+            f"{len(seen)} times in one forward"
+        )
+    return logits[0], seen[0][0]
+
+
+def first_tensor(output: Any) -> Any:
+    """The hidden states in what a module gives: alone, or the first of several things."""
+    return output if isinstance(output, torch.Tensor) else output[0]
