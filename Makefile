@@ -7,7 +7,7 @@
 #   make bench       every measurement, long; BENCH="--requests 6 --turns 1" for a taste
 #   make lint        ruff and mypy
 #   make format      let ruff repair what it can
-#   make protos      regenerate protobuf code
+#   make protos      regenerate protobuf code and client/blocking.py
 #   make wheel       build the wheel into dist/
 #   make clean       remove all that was built, the environment too
 
@@ -68,6 +68,7 @@ format: $(VENV)/installed
 
 protos: $(VENV)/installed
 	$(BIN)/python -m protos.generate
+	$(BIN)/python client/make_blocking.py
 
 wheel: $(VENV)/installed
 	$(BIN)/python -m build --wheel --no-isolation

@@ -13,6 +13,7 @@ from client.answers import (
     TokenLogprobs,
     Usage,
 )
+from client.blocking import Chairlift, TokenStream
 from client.errors import (
     Cancelled,
     ChairliftError,
@@ -28,8 +29,7 @@ from client.errors import (
     Unavailable,
     Unreachable,
 )
-from client.requests import ChatMessage, SamplingOptions
-from client.stub import Chairlift, TokenStream
+from client.messages import ChatMessage, SamplingOptions
 
 __all__ = [
     "Answer",

@@ -1,6 +1,6 @@
-"""What comes back: typed values, and the state that a stream of responses adds up to.
+"""Answers as typed values, and `Transcript`, which assembles them from a stream of responses.
 
-Pure: reads messages, knows no connection. `Transcript` is shared by the sync and async streams.
+Pure: reads messages, owns no connection. Both clients use it.
 """
 
 from __future__ import annotations
@@ -13,24 +13,27 @@ from protos import inference_pb2
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What the server decided when it accepted the request."""
+    """The server's choices when it accepted the request."""
 
     request_id: str
-    seed: int  # the one in effect: give it again for the same answer
+    seed: int  # the one in effect; the same seed gives the same answer
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
+    """The log probability of one token, and of the most probable candidates in its place."""
+
     token_id: int
     logprob: float
     rank: int  # 1 is the most probable
-    top: tuple[tuple[int, float], ...]  # (token id, logprob) of the candidates asked for
+    top: tuple[tuple[int, float], ...]  # (token id, logprob)
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What an answer has grown by. `text` may be empty: a token can be part of a character."""
+    """New text and tokens of one answer. `text` may be empty: a token can be part of a
+    character."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -41,6 +44,8 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """Token counts of one answer."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int  # prompt tokens found in the prefix cache
@@ -48,6 +53,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
+    """The server's times of one answer, in seconds."""
+
     queued_seconds: float  # accepted to first scheduled
     prefill_seconds: float  # first scheduled to first token
     decode_seconds: float  # first token to last
@@ -60,7 +67,7 @@ class Completion:
 
     index: int
     finish_reason: str  # stop | length | abort
-    stop_token_id: int | None  # what ended it, when finish_reason is stop
+    stop_token_id: int | None  # the matched one, if finish_reason is stop
     stop_string: str | None
     usage: Usage
     timing: Timing
@@ -89,14 +96,14 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Transcript:
-    """All that has come back of one request so far."""
+    """Everything received for one request so far."""
 
     started: Started | None = None
     deltas: dict[int, list[Delta]] = field(default_factory=dict)  # by sibling
     completions: dict[int, Completion] = field(default_factory=dict)
 
     def absorb(self, response: inference_pb2.GenerateResponse) -> Delta | None:
-        """Takes in one response; a Delta if it carries text or tokens."""
+        """Adds one response; returns its Delta if it carries text or tokens."""
         kind = response.WhichOneof("event")
         if kind == "started":
             message = response.started
@@ -110,17 +117,15 @@ class Transcript:
         return None
 
     def text(self, index: int = 0) -> str:
-        """What has come back of one sibling, joined."""
+        """The text of one sibling so far."""
         return "".join(delta.text for delta in self.deltas.get(index, ()))
 
     def answers(self) -> list[Answer]:
-        """The answers of all siblings that have ended, by index."""
-        assert self.started is not None or not self.completions, "an answer without a start"
-        return [
-            self._answer(self.started, self.completions[index])
-            for index in sorted(self.completions)
-            if self.started is not None
-        ]
+        """The answers of all finished siblings, by index."""
+        if not self.completions:
+            return []
+        assert self.started is not None, "a Complete came before Started"
+        return [self._answer(self.started, self.completions[i]) for i in sorted(self.completions)]
 
     def _answer(self, started: Started, completion: Completion) -> Answer:
         deltas = self.deltas.get(completion.index, [])
@@ -135,7 +140,7 @@ class Transcript:
 
 
 def with_siblings(answers: Sequence[Answer]) -> Answer:
-    """The first answer, which then holds the others."""
+    """The first answer, with the others as its `siblings`."""
     first, *others = answers
     return replace(first, siblings=tuple(others))
 

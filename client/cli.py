@@ -1,8 +1,7 @@
-"""The command `chairlift`: which subcommands there are, and how their errors are shown.
+"""The command `chairlift`: its subcommands, and how their errors are reported.
 
-argparse only: the base install has nothing else. Each subcommand is a file of its own; `serve`,
-`scheduler` and `worker` run the other packages as child processes, never by import.
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+Each subcommand is a file in client/commands, but for `bench`. argparse, because the base install
+has nothing else. Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -12,16 +11,18 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
 
-from client import cli_chat, cli_generate, cli_status, demo, launch, serve, terminal
 from client.bench import command as bench
+from client.commands import chat, demo, generate, serve, status
 from client.errors import ChairliftError
-from client.launch import LaunchError
+from client.processes import launch
+from client.processes.launch import LaunchError
+from client.terminal.streams import discard_output, prepare, print_error, why_not_text
 
-# Their options belong to the program that they start, so argparse must not look at them.
-_PASS_ON: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+# These pass all their options on to another program, so argparse must not parse them.
+_PASS_THROUGH: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "serve": ("start a scheduler and a worker on this machine", serve.main),
-    "scheduler": ("become the scheduler process", lambda rest: launch.become("scheduler", rest)),
-    "worker": ("become a worker process", lambda rest: launch.become("worker", rest)),
+    "scheduler": ("run the scheduler process", lambda rest: launch.become("scheduler", rest)),
+    "worker": ("run a worker process", lambda rest: launch.become("worker", rest)),
 }
 _WRONG_USAGE = 2
 _INTERRUPTED = 130
@@ -29,58 +30,54 @@ _BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; the process's exit code."""
+    """Runs one subcommand; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    terminal.prepare()
+    prepare()
     try:
-        if given and given[0] in _PASS_ON:
-            _, run = _PASS_ON[given[0]]
+        if given and given[0] in _PASS_THROUGH:
+            _, run = _PASS_THROUGH[given[0]]
             return run(given[1:])
         for position, argument in enumerate(given, start=1):
-            if (reason := terminal.why_not_text(argument)) is not None:
-                terminal.complain(f"argument {position}: {reason}")
+            if (reason := why_not_text(argument)) is not None:
+                print_error(f"argument {position}: {reason}")
                 return _WRONG_USAGE
         options = build_parser().parse_args(given)
         code: int = options.run(options)
         sys.stdout.flush()
         return code
     except (ChairliftError, LaunchError) as error:
-        terminal.complain(error)
+        print_error(error)
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:  # `chairlift generate … | head`
-        terminal.give_up_output()
+        discard_output()
         return _BROKEN_PIPE
     except OSError as error:  # a full disk, say
-        terminal.complain(_without_number(error))
-        terminal.give_up_output()
+        reason = error.strerror or str(error)
+        print_error(reason if error.filename is None else f"{error.filename}: {reason}")
+        discard_output()
         return 1
-
-
-def _without_number(error: OSError) -> str:
-    """The reason, and the file if there is one."""
-    reason = error.strerror or str(error)
-    return reason if error.filename is None else f"{error.filename}: {reason}"
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="chairlift",
-        description="Serves causal language models by continuous batching, and talks to them.",
+        description="Serve causal language models by continuous batching, and use them.",
+        epilog="`chairlift COMMAND --help` shows the options of a command.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"chairlift {version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, (help_text, _) in _PASS_ON.items():
+    for name, (help_text, _) in _PASS_THROUGH.items():
         commands.add_parser(name, help=help_text, add_help=False)
-    for command in (cli_generate, cli_chat, cli_status, bench, demo):
+    for command in (generate, chat, status, bench, demo):
         command.add_parser(commands)
     return parser
 
 
 def version() -> str:
-    """Of the installed distribution."""
+    """The version of the installed distribution."""
     try:
         return importlib.metadata.version("chairlift")
     except importlib.metadata.PackageNotFoundError:

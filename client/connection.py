@@ -1,18 +1,26 @@
-"""How both stubs connect: the default address and the channel's settings."""
+"""The connection to a server: default address, channel settings, and the responses of a call.
+
+Where the blocking and the asyncio API of gRPC differ, both forms are here, so that client/aio.py
+can be the source of both clients.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ipaddress
 import socket
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
+
+import grpc
 
 DEFAULT_ADDRESS: Final = "localhost:50051"
 
-# Message sizes: the server has its own limit and names it; a second one here would only hide it.
-# Keepalive: a server closes a connection that pings an idle stream more often than every 5
-# minutes, unless it says otherwise. Slower than that, a peer that lost its power is still noticed.
-# Reconnecting: gRPC would wait longer with each try, and notice a server minutes after its start.
+# Message sizes: the server enforces its own limit and names it; a second one would hide that.
+# Keepalive: by default a gRPC server closes a connection that pings an idle stream more often than
+# every 5 minutes. A slower ping still detects a peer that lost power.
+# Reconnecting: gRPC's exponential backoff would notice a started server minutes late.
 _OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
@@ -23,16 +31,80 @@ _OPTIONS: Final = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 
-_OWN_NAMES: Final = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
+_LOOPBACK_NAMES: Final = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
 
 READY_POLL_SECONDS: Final = 0.2
-LONGEST_SECONDS: Final = 1e9  # of a deadline; gRPC takes a much longer one for one that has passed
-READY_SECONDS: Final = 5.0  # that a server which is ready needs at most to say so
+READY_SECONDS: Final = 5.0  # default deadline of a readiness check
+MAX_DEADLINE_SECONDS: Final = 1e9  # gRPC treats a much longer deadline as one that has passed
+
+
+def open_channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
+    options = channel_options(address)
+    if credentials is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, credentials, options=options)
+
+
+def open_async_channel(
+    address: str, credentials: grpc.ChannelCredentials | None
+) -> grpc.aio.Channel:
+    options = channel_options(address)
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+class Responses:
+    """The responses of a running call; a blocking read per response."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._is_cancelled = False
+
+    def read(self) -> Any | None:
+        """The next response; None at the end, or after `cancel`. Raises grpc.RpcError."""
+        try:
+            return next(self._call, None)
+        except grpc.RpcError:
+            if self._is_cancelled:
+                return None
+            raise
+
+    def cancel(self) -> None:
+        """Aborts the call; does nothing once it has ended."""
+        self._is_cancelled = True
+        self._call.cancel()
+
+
+class AsyncResponses:
+    """The responses of a running asyncio call. Cancelling the task that reads aborts the call."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._is_cancelled = False
+
+    async def read(self) -> Any | None:
+        """The next response; None at the end, or after `cancel`. Raises grpc.RpcError."""
+        try:
+            response = await self._call.read()
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._is_cancelled and not (task is not None and task.cancelling()):
+                return None  # our own cancel(), not the task's
+            self._call.cancel()
+            raise
+        return None if response is grpc.aio.EOF else response
+
+    def cancel(self) -> None:
+        """Aborts the call; does nothing once it has ended."""
+        self._is_cancelled = True
+        with contextlib.suppress(RuntimeError):  # its event loop is closed
+            self._call.cancel()
 
 
 def channel_options(address: str) -> list[tuple[str, int]]:
     """The settings of a channel to `address`, a gRPC target."""
-    # gRPC asks http_proxy for whatever no_proxy does not list, this machine included
+    # gRPC uses http_proxy unless no_proxy lists the host, loopback included
     return [*_OPTIONS, ("grpc.enable_http_proxy", 0)] if is_loopback(address) else [*_OPTIONS]
 
 
@@ -45,9 +117,13 @@ def is_loopback(address: str) -> bool:
         address = rest.rpartition("/")[2]
     try:
         host = (urlsplit(f"//{address}").hostname or "").removesuffix(".")
-    except ValueError:  # a bracket too few: gRPC says what is wrong with it
+    except ValueError:  # an unmatched bracket: gRPC reports it
         return False
-    if host in _OWN_NAMES or host.endswith(".localhost") or host == socket.gethostname().lower():
+    if (
+        host in _LOOPBACK_NAMES
+        or host.endswith(".localhost")
+        or host == socket.gethostname().lower()
+    ):
         return True
     try:
         ip = ipaddress.ip_address(host)

@@ -1,25 +1,27 @@
-"""What can go wrong for a client, by gRPC status. `str()` is the server's sentence.
+"""Errors of the client, by gRPC status. `str()` is the server's sentence.
 
     ChairliftError
-    ├── InvalidRequest     INVALID_ARGUMENT     a field has a value that is not allowed
-    ├── DuplicateRequest   ALREADY_EXISTS       the request_id belongs to a live request
-    ├── NotFound           NOT_FOUND            no live request has that id
-    ├── QueueFull          RESOURCE_EXHAUSTED   retry after `retry_seconds`
-    ├── Paused             FAILED_PRECONDITION  the server takes no new requests for now
-    ├── Unavailable        UNAVAILABLE          draining, or no worker and none expected
-    │   └── Unreachable                         nobody answers at that address
-    ├── DeadlineExceeded   DEADLINE_EXCEEDED    the timeout that was given has passed
-    ├── Cancelled          CANCELLED            by this client, or by the server's end
-    ├── NotImplementedYet  UNIMPLEMENTED        this server does not have it
+    ├── InvalidRequest     INVALID_ARGUMENT
+    ├── DuplicateRequest   ALREADY_EXISTS
+    ├── NotFound           NOT_FOUND
+    ├── QueueFull          RESOURCE_EXHAUSTED
+    ├── Paused             FAILED_PRECONDITION
+    ├── Unavailable        UNAVAILABLE
+    │   └── Unreachable
+    ├── DeadlineExceeded   DEADLINE_EXCEEDED
+    ├── Cancelled          CANCELLED
+    ├── NotImplementedYet  UNIMPLEMENTED
     ├── Unauthenticated    UNAUTHENTICATED
-    └── ServerError        every other status   a fault of the server: report it
+    └── ServerError        any other status
 
-Python's own TypeError and ValueError mean that an argument never became a request.
+Python's own TypeError and ValueError mean that an argument does not fit its field; nothing was
+sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -31,7 +33,7 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class ChairliftError(Exception):
-    """A request that did not get its answer."""
+    """A call that failed; `status` is its gRPC status."""
 
     def __init__(self, message: str, status: grpc.StatusCode) -> None:
         super().__init__(message)
@@ -39,51 +41,53 @@ class ChairliftError(Exception):
 
 
 class InvalidRequest(ChairliftError):
-    pass
+    """A field has a value that is not allowed."""
 
 
 class DuplicateRequest(ChairliftError):
-    pass
+    """The request_id belongs to a live request."""
 
 
 class NotFound(ChairliftError):
-    pass
+    """No live request has that id."""
 
 
 class QueueFull(ChairliftError):
-    retry_seconds: float = 1.0  # as the server advises
+    """Too many requests are waiting; retry after `retry_seconds`."""
+
+    retry_seconds: float = 1.0  # the server's advice
 
 
 class Paused(ChairliftError):
-    pass
+    """The server accepts no new requests for now."""
 
 
 class Unavailable(ChairliftError):
-    pass
+    """The server is draining, or has no worker and expects none."""
 
 
 class Unreachable(Unavailable):
-    pass
+    """No server answers at that address."""
 
 
 class DeadlineExceeded(ChairliftError):
-    pass
+    """The timeout of the call has passed."""
 
 
 class Cancelled(ChairliftError):
-    pass
+    """Cancelled by this client, or because the server stopped."""
 
 
 class NotImplementedYet(ChairliftError):
-    pass
+    """This server does not support the call or the option."""
 
 
 class Unauthenticated(ChairliftError):
-    pass
+    """Refused by a proxy in front of the server; Chairlift itself has no accounts."""
 
 
 class ServerError(ChairliftError):
-    pass
+    """A fault of the server: report it."""
 
 
 _BY_STATUS = {
@@ -99,30 +103,38 @@ _BY_STATUS = {
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
 }
 
-# How gRPC's own transport, not a server, words that no connection could be made.
+# Messages of gRPC's own transport, as opposed to a server's: no connection could be made, …
 _NO_CONNECTION = (
     "failed to connect to all addresses",
     "DNS resolution failed",
     "errors resolving",
 )
+# … the deadline passed, and the connection was lost.
 _DEADLINE_PASSED = ("Deadline Exceeded", "Stream removed (Deadline Exceeded)")
 _CONNECTION_BROKE = ("Socket closed", "Stream removed", "Connection reset", "recvmsg")
+
+
+def from_rpc_error(error: Any, address: str) -> ChairliftError:
+    """The error for a failed call to `address`, from gRPC's own exception."""
+    return from_status(
+        error.code(), error.details() or "", address, error.trailing_metadata() or ()
+    )
 
 
 def from_status(
     status: grpc.StatusCode, details: str, address: str, trailing_metadata: Metadata = ()
 ) -> ChairliftError:
-    """The error that a call to `address` ended with."""
+    """The error for a call to `address` that ended with `status`."""
     if status is grpc.StatusCode.UNAVAILABLE and details.startswith(_NO_CONNECTION):
         return Unreachable(
-            f"no Chairlift answers at {address}: start one with `chairlift serve`, or give "
+            f"no Chairlift server answers at {address}: start one with `chairlift serve`, or use "
             f"another address ({details})",
             status,
         )
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED and "metadata size exceeds" in details:
-        return ServerError(f"the server's answer does not fit gRPC's trailers: {details}", status)
+        return ServerError(f"the server's error exceeds gRPC's metadata limit: {details}", status)
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than max" in details:
-        return InvalidRequest(f"{details}; the server's max_message_bytes allows no more", status)
+        return InvalidRequest(f"{details}; the limit is the server's max_message_bytes", status)
     if details in _DEADLINE_PASSED:
         status = grpc.StatusCode.DEADLINE_EXCEEDED
         details = "the timeout passed before the answer was complete"
@@ -139,9 +151,10 @@ def from_status(
 
 
 def _retry_seconds(trailing_metadata: Metadata) -> float | None:
-    """From google.rpc.Status { 3: details { RetryInfo { 1: Duration } } }, if it is there.
+    """The delay of google.rpc.Status { 3: details { RetryInfo { 1: Duration } } }, or None.
 
-    The package that defines these two messages would be a dependency for two field numbers.
+    Decoded by field number: grpcio-status and googleapis-common-protos, which define the two
+    messages, would be two more dependencies of every client.
     """
     for key, value in trailing_metadata:
         if key != "grpc-status-details-bin" or not isinstance(value, bytes):
@@ -155,7 +168,7 @@ def _retry_seconds(trailing_metadata: Metadata) -> float | None:
 
 
 def _fields(message: bytes, number: int) -> list[bytes]:
-    """All values of one field of a message whose type is not at hand."""
+    """All values of one field of a serialized message of unknown type."""
     fields = UnknownFieldSet(Empty.FromString(message))
     found = [fields[position] for position in range(len(fields))]
     return [field.data for field in found if field.field_number == number]

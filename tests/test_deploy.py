@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from client.serve import FATAL_EXIT_CODE
+from client.processes.supervisor import FATAL_EXIT_CODE
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 UNITS = ("chairlift-scheduler.service", "chairlift-worker.service")

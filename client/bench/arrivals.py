@@ -1,7 +1,7 @@
-"""When requests are sent: all at once, at random by a rate, or in bursts.
+"""Arrival processes: when each request of a workload is sent.
 
 all           offline: everything at the start
-poisson:RATE  independent of each other, RATE per second on average
+poisson:RATE  independently of each other, RATE requests per second on average
 bursts:N/T    N at once, every T seconds
 """
 
@@ -19,23 +19,23 @@ _BURSTS = re.compile(rf"bursts:(\d+)/({_NUMBER})")
 
 
 class NotAnArrival(ValueError):
-    """The text is none of the notations; `str()` says what is allowed."""
+    """The text is not in the notation; `str()` says what is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """A rule for moments; `text` is its notation."""
+    """An arrival process; `text` is its notation."""
 
     text: str
-    burst: int  # requests that come together; 0 = all of them
-    gap: float  # seconds between bursts: exactly, or on average
+    burst: int  # requests per burst; 0 = all of them
+    gap: float  # seconds between bursts, on average if random
     is_random: bool
 
     def __str__(self) -> str:
         return self.text
 
     def times(self, count: int, seed: int) -> list[float]:
-        """Seconds after the start at which each of `count` requests is sent, rising."""
+        """Ascending seconds after the start at which each of `count` requests is sent. [count]"""
         source = random.Random(seed)
         times: list[float] = []
         now = 0.0
@@ -54,4 +54,4 @@ def parse_arrivals(text: str) -> Arrivals:
         return Arrivals(text, 1, 1 / float(poisson[1]), is_random=True)
     if bursts and int(bursts[1]) > 0 and float(bursts[2]) > 0:
         return Arrivals(text, int(bursts[1]), float(bursts[2]), is_random=False)
-    raise NotAnArrival(f"{text!r} is no arrival; allowed: {NOTATION}, with numbers above 0")
+    raise NotAnArrival(f"{text!r} is not an arrival; allowed: {NOTATION}, with numbers above 0")

@@ -1,27 +1,28 @@
-"""`chairlift bench`: its options, and the order of what it does."""
+"""`chairlift bench`: its options, and what it prints and writes."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from client import cli_options
-from client.bench import arrivals, lengths
+from client.bench import arrivals, synthetic
 from client.bench.figures import Limits
 from client.bench.measure import Settings, measure
 from client.bench.report_html import comparison_page, result_page
 from client.bench.report_text import comparison, report
-from client.bench.result import NotAResult, read_result
+from client.bench.result import NotAResult, Result, read_result
 from client.bench.workload import BadWorkload
-from client.launch import LaunchError
-from client.terminal import complain, for_reader
+from client.commands.options import add_server_options
+from client.processes.launch import LaunchError
+from client.terminal.streams import print_error, printable
 
 _DESCRIPTION = """\
-Replays a workload over gRPC against a running server, or against one of its own (--serve), and
-says how fast it was. Every request is greedy and gets exactly the tokens it asks for. Without
---workload the requests are made up from --prompt, --output and --seed.
+Replay a workload over gRPC against a running server, or against a temporary one (--serve), and
+report throughput and latency. Every request is greedy and gets exactly the tokens it requests.
+Without --workload, requests are random tokens: see --prompt, --output and --seed.
 """
 _EXAMPLES = """\
 examples:
@@ -30,6 +31,7 @@ examples:
   chairlift bench --serve --workload w.jsonl --compare transformers --turns 3 -- --num-blocks 2000
   chairlift bench --report static.json fifo.json --html both.html
 """
+_SYNTHETIC_REQUESTS = 64
 _COMPARE = {
     "transformers": ("static", "continuous"),
     "transformers-static": ("static",),
@@ -46,56 +48,71 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add_workload(parser.add_argument_group("workload"))
-    group = parser.add_argument_group("measurement")
-    group.add_argument(
-        "--turns", type=_positive, default=1, metavar="N",
-        help="measure so often, all systems in turns, and show medians (default: 1)",
-    )  # fmt: skip
-    group.add_argument(
-        "--compare", choices=list(_COMPARE),
-        help="let transformers do the same work: padded batches of 16, its continuous batching",
-    )  # fmt: skip
-    group.add_argument("--compare-threads", type=int, default=0, metavar="N",
-                       help="CPU threads of transformers (default: torch's choice)")  # fmt: skip
-    group.add_argument(
-        "--warm", action="store_true", help="keep the prefix cache that earlier requests filled"
-    )
-    group.add_argument(
-        "--gather", action="store_true",
-        help="keep the server busy while the first requests arrive, so that it finds them together",
-    )  # fmt: skip
-    for name, what in (
-        ("ttft", "time to first token"),
-        ("tpot", "time per output token"),
-        ("e2e", "time end to end"),
-    ):
-        group.add_argument(f"--slo-{name}", type=float, metavar="SECONDS",
-                           help=f"goodput: longest {what}")  # fmt: skip
-    group = parser.add_argument_group("output")
-    group.add_argument("--json", type=Path, metavar="FILE", help="everything that was measured")
-    group.add_argument("--html", type=Path, metavar="FILE", help="a page with pictures")
-    group.add_argument("--label", default="", help="what a comparison calls this result")
-    group.add_argument(
-        "--report", nargs="+", type=Path, metavar="FILE",
-        help="measure nothing: show these --json files side by side",
-    )  # fmt: skip
-    cli_options.add_server(parser)
-    group = parser.add_argument_group("a server of its own")
-    group.add_argument("--serve", action="store_true", help="start one, and stop it at the end")
-    group.add_argument("--server-log", type=Path, metavar="FILE", help="keep its log here")
-    group.add_argument(
-        "server_options", nargs="*", metavar="-- OPTION …", help="as `chairlift serve` takes them"
-    )
+    _add_workload_options(parser.add_argument_group("workload"))
+    add = parser.add_argument_group("measurement").add_argument
+    add("--turns", **_number("repeat N times, systems in turns, and report medians", default=1))
+    text = "also run transformers: padded batches of 16, its continuous batching, or both"
+    add("--compare", choices=list(_COMPARE), help=text)
+    text = "CPU threads of transformers (default: torch's choice)"
+    add("--compare-threads", type=_positive, default=0, metavar="N", help=text)
+    add("--warm", action="store_true", help="keep the prefix cache of earlier requests")
+    text = "keep the server busy while the first requests arrive, so that they start together"
+    add("--gather", action="store_true", help=text)
+    add("--slo-ttft", type=float, metavar="SECONDS", help="goodput: maximum time to first token")
+    add("--slo-tpot", type=float, metavar="SECONDS", help="goodput: maximum time per output token")
+    add("--slo-e2e", type=float, metavar="SECONDS", help="goodput: maximum time from end to end")
+    add = parser.add_argument_group("output").add_argument
+    add("--json", type=Path, metavar="FILE", help="write all measurements")
+    add("--html", type=Path, metavar="FILE", help="write a page with charts")
+    add("--label", default="", help="name of this result in comparisons")
+    text = "measure nothing; compare these --json files"
+    add("--report", nargs="+", type=Path, metavar="FILE", help=text)
+    add_server_options(parser)
+    add = parser.add_argument_group("temporary server").add_argument
+    add("--serve", action="store_true", help="start a server, and stop it at the end")
+    add("--server-log", type=Path, metavar="FILE", help="write the log of --serve to FILE")
+    add("server_options", nargs="*", metavar="-- OPTION …", help="options of `chairlift serve`")
     parser.set_defaults(run=run)
 
 
+def _add_workload_options(group: Any) -> None:
+    add = group.add_argument
+    text = 'JSON lines {"id", "prompt": [token ids], "max_new"}'
+    add("--workload", type=Path, metavar="FILE", help=text)
+    text = (
+        f"only the first N of the file; without a file: how many (default: {_SYNTHETIC_REQUESTS})"
+    )
+    add("--requests", type=_positive, metavar="N", help=text)
+    for name, default in (("prompt", "skewed:16-343"), ("output", "skewed:8-256")):
+        text = f"{name} tokens: {synthetic.NOTATION} (default: {default})"
+        kind = _checked(synthetic.parse_lengths)
+        add(f"--{name}", type=kind, metavar="LENGTHS", default=default, help=text)
+    add(
+        "--shared-prefix",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens shared by prompts, in front",
+    )
+    add("--prefixes", **_number("number of different shared prefixes", default=1))
+    add("--priorities", **_number("draw priorities from 0 to N - 1", default=1))
+    add("--seed", type=int, default=0, metavar="N", help="of everything random (default: 0)")
+    text = f"{arrivals.NOTATION} (default: all)"
+    kind = _checked(arrivals.parse_arrivals)
+    add("--arrivals", type=kind, metavar="RULE", default="all", help=text)
+
+
+def _number(text: str, default: int) -> dict[str, Any]:
+    note = f"{text} (default: {default})"
+    return {"type": _positive, "metavar": "N", "default": default, "help": note}
+
+
 def run(options: argparse.Namespace) -> int:
-    """0 if every request got its tokens, 1 if not or if nothing could be measured."""
+    """Exit code 0 if every request got its tokens, 1 if not, or if nothing could be measured."""
     try:
         return _report(options) if options.report else _measure(options)
     except (BadWorkload, NotAResult, OSError) as error:
-        complain(error)
+        print_error(error)
         return 1
 
 
@@ -105,11 +122,7 @@ def _report(options: argparse.Namespace) -> int:
     for result, path in zip(results, options.report, strict=True):
         if labels.count(result.label) > 1:
             result.label = f"{result.label} ({path})"
-    text = report(results[0]) if len(results) == 1 else comparison(results)
-    print(for_reader(text, sys.stdout))
-    if options.html is not None:
-        page = result_page(results[0]) if len(results) == 1 else comparison_page(results)
-        options.html.write_text(page, encoding="utf-8")
+    _show(results, options.html)
     return 0
 
 
@@ -117,31 +130,42 @@ def _measure(options: argparse.Namespace) -> int:
     if options.server_options and not options.serve:
         raise LaunchError(f"{' '.join(options.server_options)!r} needs --serve before it")
     for path in (options.json, options.html):
-        if path is not None and not path.parent.is_dir():  # better now than after an hour
+        if path is not None and not path.parent.is_dir():  # reported before the measurement
             raise NotADirectoryError(f"{path} cannot be written: {path.parent} is no folder")
     result = measure(_settings(options))
-    print(for_reader(report(result), sys.stdout), flush=True)
+    _show([result], options.html)
     if options.json is not None:
         result.write(options.json)
-    if options.html is not None:
-        options.html.write_text(result_page(result), encoding="utf-8")
     return int(any(figures.num_failed for figures in result.figures().values()))
+
+
+def _show(results: Sequence[Result], html: Path | None) -> None:
+    """Prints the report, or a comparison of several results; writes the same as a page."""
+    is_single = len(results) == 1
+    text = report(results[0]) if is_single else comparison(results)
+    print(printable(text, sys.stdout), flush=True)
+    if html is not None:
+        page = result_page(results[0]) if is_single else comparison_page(results)
+        html.write_text(page, encoding="utf-8")
 
 
 def _settings(options: argparse.Namespace) -> Settings:
     return Settings(
         address=None if options.serve else options.address,
-        server_options=tuple(options.server_options),
+        server_options=options.server_options,
         server_log=options.server_log,
         timeout=options.timeout,
         workload=options.workload,
         num_requests=options.requests,
-        prompt=options.prompt,
-        output=options.output,
-        shared_prefix=options.shared_prefix,
-        num_prefixes=options.prefixes,
-        num_priorities=options.priorities,
-        seed=options.seed,
+        recipe=synthetic.Recipe(
+            num_requests=options.requests or _SYNTHETIC_REQUESTS,
+            prompt=options.prompt,
+            output=options.output,
+            seed=options.seed,
+            shared_prefix=options.shared_prefix,
+            num_prefixes=options.prefixes,
+            num_priorities=options.priorities,
+        ),
         arrivals=options.arrivals,
         turns=options.turns,
         systems=_COMPARE.get(options.compare, ()),
@@ -153,45 +177,19 @@ def _settings(options: argparse.Namespace) -> Settings:
     )
 
 
-def _add_workload(group: Any) -> None:
-    group.add_argument(
-        "--workload", type=Path, metavar="FILE",
-        help='JSON lines {"id", "prompt": [token ids], "max_new"}',
-    )  # fmt: skip
-    group.add_argument("--requests", type=_positive, metavar="N",
-                       help="the first N of the file; without a file: how many (64)")  # fmt: skip
-    for name, default in (("prompt", "skewed:16-343"), ("output", "skewed:8-256")):
-        group.add_argument(
-            f"--{name}", type=_checked(lengths.parse_lengths), metavar="LENGTHS",
-            default=lengths.parse_lengths(default),
-            help=f"{name} tokens: {lengths.NOTATION} (default: {default})",
-        )  # fmt: skip
-    group.add_argument("--shared-prefix", type=int, default=0, metavar="N",
-                       help="tokens that prompts share at their beginning")  # fmt: skip
-    group.add_argument("--prefixes", type=_positive, default=1, metavar="N",
-                       help="how many such prefixes there are (default: 1)")  # fmt: skip
-    group.add_argument("--priorities", type=_positive, default=1, metavar="N",
-                       help="priorities 0 to N - 1 (default: 1)")  # fmt: skip
-    group.add_argument("--seed", type=int, default=0, help="of all that is random (default: 0)")
-    group.add_argument(
-        "--arrivals", type=_checked(arrivals.parse_arrivals), metavar="RULE",
-        default=arrivals.parse_arrivals("all"), help=f"{arrivals.NOTATION} (default: all)",
-    )  # fmt: skip
-
-
 def _positive(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a whole number from 1 on is")
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: an integer from 1 on")
     return int(text)
 
 
-def _checked(parse: Any) -> Any:
-    """argparse shows the message of this error only."""
+def _checked(parse: Callable[[str], object]) -> Callable[[str], object]:
+    """`parse` with its error in the form whose message argparse shows."""
 
-    def parsed(text: str) -> Any:
+    def checked(text: str) -> object:
         try:
             return parse(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
-    return parsed
+    return checked

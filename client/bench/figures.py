@@ -1,6 +1,6 @@
-"""What the records of a run add up to: throughput, latencies, goodput, memory, steps.
+"""Figures derived from the records of a run: throughput, latency, goodput, memory, steps.
 
-docs/benchmarks.md says what each figure means. Pure: numbers in, numbers out.
+docs/benchmarks.md defines each figure. Pure: numbers in, numbers out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from client.bench.records import RequestRecord, Run, StepRecord
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds that a request may take to count as good; None = whatever it takes."""
+    """Longest latencies of a good request, in seconds; None = no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -29,7 +29,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Seconds, over requests (or over gaps between tokens)."""
+    """A distribution of seconds, over requests or over gaps between tokens."""
 
     mean: float
     p50: float
@@ -40,9 +40,9 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one run. Seconds, tokens, shares from 0 to 1; None where nothing is known.
+    """The figures of one run, in seconds, tokens and shares from 0 to 1; None = unknown.
 
-    What comes from the steps is known only of Chairlift, where they were watched.
+    Those with a default come from the steps, which only Chairlift reports.
     """
 
     num_requests: int
@@ -51,68 +51,62 @@ class Figures:
     prompt_tokens: int
     output_tokens: int
     output_tokens_per_second: float
-    total_tokens_per_second: float  # prompts too
+    total_tokens_per_second: float  # prompt and output
     requests_per_second: float
     ttft: Spread | None  # sent to first token
-    tpot: Spread | None  # of each request: first token to last, per token after the first
+    tpot: Spread | None  # by request: first token to last, per token after the first
     itl: Spread | None  # gaps between tokens, of all requests together
     e2e: Spread | None  # sent to ended
     good_share: float  # of the requests, within the limits
     goodput: float  # good requests per second
     preemptions: int
     prefix_hit_rate: float | None  # of the prompt tokens looked up
-    most_at_once: int | None = None  # requests that held a row at the same time
-    pool_share: float | None = None  # of the KV pool held, mean over time
+    most_at_once: int | None = None  # maximum of requests that hold a row
+    pool_share: float | None = None  # of the KV pool in use, mean over time
     pool_share_peak: float | None = None
-    utilisation: float | None = None  # of the held pages that hold tokens, mean over what was held
-    kv_use: float | None = None  # tokens stored, of what the whole pool could hold, mean over time
+    utilisation: float | None = None  # of the pages in use, the share that stores tokens; mean
+    kv_use: float | None = None  # tokens stored / capacity of the whole pool, mean over time
     kv_use_peak: float | None = None
     num_steps: int | None = None
-    row_steps: int | None = None  # rows computed, added up over the steps
-    row_steps_wasted: int | None = None  # of these, for requests that had ended
-    tokens_computed: int | None = None  # prompt tokens too, and what was computed twice
+    row_steps: int | None = None  # rows computed, summed over the steps
+    row_steps_wasted: int | None = None  # of these, rows of requests that had ended
+    tokens_computed: int | None = None  # including prompts and recomputed tokens
     device_share: float | None = None  # of the run, the device computing
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear interpolation between the two nearest ranks, as numpy's default; ValueError if
-    there is no value."""
+    """Interpolates linearly between ranks, as numpy by default. ValueError if there is no value."""
     if not values:
-        raise ValueError("a percentile of nothing")
+        raise ValueError("there is no percentile of nothing")
     ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    rank = (len(ordered) - 1) * percent / 100
+    low = ordered[int(rank)]
+    return low + (ordered[min(int(rank) + 1, len(ordered) - 1)] - low) * (rank % 1)
 
 
-def spread(values: Iterable[float]) -> Spread | None:
-    """None of nothing."""
-    known = sorted(values)
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """The distribution of the known values; None if there is none."""
+    known = [value for value in values if value is not None]
     if not known:
         return None
     p50, p90, p99 = (percentile(known, percent) for percent in (50, 90, 99))
-    return Spread(statistics.fmean(known), p50, p90, p99, known[-1])
+    return Spread(statistics.fmean(known), p50, p90, p99, max(known))
 
 
 def ttft(record: RequestRecord) -> float | None:
+    """Time to first token."""
     return None if record.first is None else record.first - record.sent
 
 
 def tpot(record: RequestRecord) -> float | None:
-    """None where fewer than two tokens came, or all of them in one message."""
+    """Time per output token; None unless tokens came in at least two messages."""
     if record.first is None or len(record.deliveries) < 2:
         return None
-    later = record.output_tokens - 1
-    return (record.deliveries[-1][0] - record.first) / later
+    return (record.deliveries[-1][0] - record.first) / (record.output_tokens - 1)
 
 
 def gaps(record: RequestRecord) -> list[float]:
-    """Between tokens; of a message with k tokens the gap before it is k equal ones."""
+    """The gaps between tokens; the gap before a message with k tokens counts as k equal ones."""
     return [
         (moment - previous) / count
         for (previous, _), (moment, count) in itertools.pairwise(record.deliveries)
@@ -121,11 +115,12 @@ def gaps(record: RequestRecord) -> list[float]:
 
 
 def e2e(record: RequestRecord) -> float:
+    """Time from end to end."""
     return record.end - record.sent
 
 
 def is_good(record: RequestRecord, limits: Limits) -> bool:
-    """Complete, and within every limit; what a request has not (a gap, say) meets its limit."""
+    """Whether it is complete and within every limit; an undefined latency is within its limit."""
     pairs = (
         (ttft(record), limits.ttft),
         (tpot(record), limits.tpot),
@@ -137,7 +132,7 @@ def is_good(record: RequestRecord, limits: Limits) -> bool:
 
 
 def figures(run: Run, limits: Limits) -> Figures:
-    """Of a run with at least one request."""
+    """The figures of a run with at least one request."""
     complete = [record for record in run.requests if record.is_complete]
     seconds = max(r.end for r in run.requests) - min(r.sent for r in run.requests)
     prompt = sum(record.prompt_tokens for record in complete)
@@ -153,35 +148,32 @@ def figures(run: Run, limits: Limits) -> Figures:
         output_tokens_per_second=output * rate,
         total_tokens_per_second=(prompt + output) * rate,
         requests_per_second=len(complete) * rate,
-        ttft=spread(value for r in complete if (value := ttft(r)) is not None),
-        tpot=spread(value for r in complete if (value := tpot(r)) is not None),
+        ttft=spread(map(ttft, complete)),
+        tpot=spread(map(tpot, complete)),
         itl=spread(gap for record in complete for gap in gaps(record)),
-        e2e=spread(e2e(record) for record in complete),
+        e2e=spread(map(e2e, complete)),
         good_share=num_good / len(run.requests),
         goodput=num_good * rate,
         preemptions=sum(record.preemptions for record in run.requests),
         prefix_hit_rate=run.prefix_hits / run.prefix_queries if run.prefix_queries else None,
-        **_of_steps(run.steps, seconds),
+        **(_step_figures(run.steps, seconds) if run.steps else {}),
     )
 
 
-def _of_steps(steps: Sequence[StepRecord], seconds: float) -> dict[str, Any]:
-    if not steps:
-        return {}
-    held = [step.chunks_used / step.chunks_total if step.chunks_total else 0.0 for step in steps]
-    used = [share * step.utilisation for share, step in zip(held, steps, strict=True)]
-    # each step counts by how long it took
-    weights = [step.seconds for step in steps]
+def _step_figures(steps: Sequence[StepRecord], seconds: float) -> dict[str, Any]:
+    in_use = [step.pool_share for step in steps]
+    stored = [step.pool_share * step.utilisation for step in steps]
+    durations = [step.seconds for step in steps]
     return {
         "most_at_once": max(step.num_running for step in steps),
-        "pool_share": _mean(held, weights),
-        "pool_share_peak": max(held),
+        "pool_share": _mean(in_use, durations),
+        "pool_share_peak": max(in_use),
         "utilisation": _mean(
             [step.utilisation for step in steps],
-            [share * weight for share, weight in zip(held, weights, strict=True)],
+            [step.pool_share * step.seconds for step in steps],
         ),
-        "kv_use": _mean(used, weights),
-        "kv_use_peak": max(used),
+        "kv_use": _mean(stored, durations),
+        "kv_use_peak": max(stored),
         "num_steps": len(steps),
         "row_steps": sum(step.rows for step in steps),
         "row_steps_wasted": sum(step.num_finished for step in steps),
@@ -191,16 +183,13 @@ def _of_steps(steps: Sequence[StepRecord], seconds: float) -> dict[str, Any]:
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    total = sum(weights)
-    if not total:
-        return 0.0
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
+    return statistics.fmean(values, weights) if any(weights) else 0.0
 
 
-def median_of(several: Sequence[Figures]) -> Figures:
-    """Each figure's median over turns, taken by itself; None where a turn has none."""
+def median_of(turns: Sequence[Figures]) -> Figures:
+    """The median of each figure over the turns; None if a turn does not know it."""
     names = [field.name for field in fields(Figures)]
-    return Figures(**{name: _median([getattr(one, name) for one in several]) for name in names})
+    return Figures(**{name: _median([getattr(turn, name) for turn in turns]) for name in names})
 
 
 def _median(values: Sequence[Any]) -> Any:

@@ -1,10 +1,12 @@
-"""Where and with what a figure was measured: without it a number means nothing."""
+"""The machine and the software of a measurement: without them a figure cannot be repeated."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 
@@ -12,10 +14,11 @@ _DISTRIBUTIONS = ("chairlift", "grpcio", "protobuf", "numpy", "torch", "transfor
 
 
 def describe_machine() -> dict[str, str | int | float]:
-    """Processor, cores, memory and system of this machine, as far as it tells."""
+    """Processor, cores, memory and system, as far as the system reveals them."""
+    affinity = getattr(os, "sched_getaffinity", None)
     return {
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else _cores(),
+        "cores": len(affinity(0)) if affinity else os.cpu_count() or 1,
         "memory_gib": _memory_gib(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
@@ -23,44 +26,38 @@ def describe_machine() -> dict[str, str | int | float]:
 
 
 def versions() -> dict[str, str]:
-    """Of what is installed here and makes a difference."""
+    """Versions of the installed distributions that influence a measurement."""
     found = {}
     for name in _DISTRIBUTIONS:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
 def commit() -> str | None:
-    """Of the source tree that this file is in, "-dirty" behind it if it has changed; None where
-    it is no git checkout."""
-    folder = Path(__file__).resolve().parent
+    """The git commit of this source tree, with "-dirty" appended if it was modified; None outside
+    a checkout."""
+    command = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), "describe", "--always", "--abbrev=12", "--dirty",
-             "--exclude=*"],
-            capture_output=True, text=True, timeout=10, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
+            command,
+            cwd=Path(__file__).resolve().parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _cores() -> int:
-    return os.cpu_count() or 1
+    return done.stdout.strip()
 
 
 def _processor() -> str:
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
+        found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        pass
-    return platform.processor() or "unknown"
+        found = None
+    return found[1].strip() if found else platform.processor() or "unknown"
 
 
 def _memory_gib() -> float:

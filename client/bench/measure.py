@@ -1,12 +1,13 @@
-"""From settings to a result: a server, the workload, and all systems in turns."""
+"""A whole measurement: prepares server and workload, then runs all systems in turns."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,41 +20,34 @@ from client.bench import machine
 from client.bench.arrivals import Arrivals
 from client.bench.compare import SYSTEMS, Transformers
 from client.bench.figures import Limits
-from client.bench.lengths import Lengths
-from client.bench.progress import choose_progress
+from client.bench.progress import Progress
+from client.bench.records import Run
 from client.bench.replay import replay
 from client.bench.result import Result
-from client.bench.workload import Ask, Synthetic, make_up, read_workload
-from client.launch import LaunchError
-from client.local_server import LocalServer
-from client.terminal import complain
+from client.bench.synthetic import Recipe, make_requests
+from client.bench.workload import WorkloadRequest, read_workload
+from client.processes.launch import LaunchError
+from client.processes.local_server import LocalServer
+from client.terminal.streams import print_error
 
-_SYNTHETIC_REQUESTS = 64
 _WARM_UP_TOKENS = 4
-_LOG_BYTES = 4000  # of a server that did not start: about forty lines
+_LOG_BYTES = 4000  # quoted of a server that did not start: about forty lines
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is to be measured; the options of the command."""
-
-    address: str | None  # None: a server of its own
-    server_options: tuple[str, ...]
+    address: str | None  # None: start a server
+    server_options: list[str]
     server_log: Path | None
     timeout: float | None
-    workload: Path | None  # None: made up from the next seven
-    num_requests: int | None
-    prompt: Lengths
-    output: Lengths
-    shared_prefix: int
-    num_prefixes: int
-    num_priorities: int
-    seed: int
+    workload: Path | None  # None: made by `recipe`
+    num_requests: int | None  # of the workload file; None: all
+    recipe: Recipe
     arrivals: Arrivals
     turns: int
-    systems: tuple[str, ...]  # of transformers, beside Chairlift
+    systems: tuple[str, ...]  # of SYSTEMS, measured beside Chairlift
     compare_threads: int
-    is_warm: bool  # the prefix cache keeps what it has
+    is_warm: bool  # keep the prefix cache
     gathers: bool  # see replay
     limits: Limits
     label: str
@@ -65,115 +59,89 @@ def measure(settings: Settings) -> Result:
 
 
 async def _measure(settings: Settings) -> Result:
-    file = settings.workload
-    given = None if file is None else read_workload(file)[: settings.num_requests]
-    async with _server(settings) as chairlift:
+    path = settings.workload
+    requests = read_workload(path)[: settings.num_requests] if path else []
+    async with contextlib.AsyncExitStack() as stack:
+        chairlift = await stack.enter_async_context(_connection(settings))
         model = await chairlift.model_info()
         server = await chairlift.server_info()
-        if file is None or given is None:
-            recipe = _recipe(settings, model.vocab_size)
-            asks, words = make_up(recipe), recipe.describe()
-        else:
-            asks, words = given, f"{file.name}, {len(given)} requests"
+        requests = requests or make_requests(settings.recipe, model.vocab_size)
         result = Result(
-            workload=words,
+            workload=f"{path.name}, {len(requests)} requests" if path else str(settings.recipe),
             arrivals=str(settings.arrivals),
-            seed=settings.seed,
+            seed=settings.recipe.seed,
             limits=settings.limits,
             machine=machine.describe_machine(),
             versions=machine.versions(),
             commit=machine.commit(),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
-            server={**_facts(model), **_facts(server)},
+            server={**_as_dict(model), **_as_dict(server)},
             label=settings.label,
         )
-        times = settings.arrivals.times(len(asks), settings.seed)
-        num_tokens = sum(ask.max_new for ask in asks)
-        await _warm_up(chairlift, asks[0])
-        with _transformers(settings, model.model_path, asks) as transformers:
-            for turn in range(settings.turns):
-                if not settings.is_warm:
-                    await chairlift.flush_cache()
-                title = f"chairlift, turn {turn + 1} of {settings.turns}"
-                with choose_progress(title, len(asks), num_tokens) as bar:
-                    run = await replay(
-                        chairlift, asks, times, bar.advance, turn, gathers=settings.gathers
-                    )
-                result.runs.append(run)
-                for system in settings.systems:
-                    complain(f"{SYSTEMS[system]}, turn {turn + 1} of {settings.turns} …")
-                    run = await asyncio.to_thread(transformers.run, system, turn)
-                    result.runs.append(run)
+        await chairlift.complete(  # one-time costs of the first request
+            requests[0].prompt, max_tokens=_WARM_UP_TOKENS, temperature=0.0, ignore_eos=True
+        )
+        transformers = Transformers(model.model_path, requests, settings.compare_threads)
+        if settings.systems:
+            print_error("loading transformers")
+            stack.enter_context(transformers)
+        for turn in range(settings.turns):
+            title = f"turn {turn + 1} of {settings.turns}"
+            result.runs.append(await _run(settings, chairlift, requests, turn, title))
+            for system in settings.systems:
+                print_error(f"{SYSTEMS[system]}, {title} …")
+                result.runs.append(await asyncio.to_thread(transformers.run, system, turn))
     return result
 
 
+async def _run(
+    settings: Settings,
+    chairlift: AsyncChairlift,
+    requests: list[WorkloadRequest],
+    turn: int,
+    title: str,
+) -> Run:
+    """One turn of Chairlift."""
+    if not settings.is_warm:
+        await chairlift.flush_cache()
+    times = settings.arrivals.times(len(requests), settings.recipe.seed)
+    num_tokens = sum(request.max_new for request in requests)
+    with Progress(f"chairlift, {title}", len(requests), num_tokens, sys.stderr) as progress:
+        return await replay(
+            chairlift, requests, times, progress.advance, turn, gathers=settings.gathers
+        )
+
+
 @contextlib.asynccontextmanager
-async def _server(settings: Settings) -> AsyncIterator[AsyncChairlift]:
-    """A connection to the given server, or to one that lives as long as this."""
+async def _connection(settings: Settings) -> AsyncIterator[AsyncChairlift]:
+    """A connection to the given server, or to one that is started and stopped here."""
     if settings.address is not None:
         async with AsyncChairlift(settings.address, timeout=settings.timeout) as chairlift:
             yield chairlift
         return
-    complain("starting a server")
-    with _local_server(settings) as (server, log):
-        async with AsyncChairlift(server.address, timeout=settings.timeout) as chairlift:
-            if not await server.is_ready(chairlift, lambda what: complain(f"waiting ({what})")):
-                raise LaunchError(f"the server did not start. It said:\n{_end_of(log)}")
-            yield chairlift
-
-
-@contextlib.contextmanager
-def _local_server(settings: Settings) -> Iterator[tuple[LocalServer, IO[bytes]]]:
-    """A server, and the file that it logs to."""
-    given = settings.server_log
-    with tempfile.TemporaryFile() if given is None else given.open("w+b") as log:
+    print_error("starting a server")
+    path = settings.server_log
+    with tempfile.TemporaryFile() if path is None else path.open("w+b") as log:
         server = LocalServer(settings.server_options, log)
         try:
-            yield server, log
+            async with AsyncChairlift(server.address, timeout=settings.timeout) as chairlift:
+                if not await server.is_ready(
+                    chairlift, lambda why: print_error(f"waiting ({why})")
+                ):
+                    raise LaunchError(f"the server did not start. Its last output:\n{_tail(log)}")
+                yield chairlift
         finally:
             server.stop()
 
 
-def _end_of(log: IO[bytes]) -> str:
-    """What was written last. Read without moving the place where the server goes on writing."""
+def _tail(log: IO[bytes]) -> str:
+    """The end of the log, read without moving the position at which the server writes."""
     size = os.fstat(log.fileno()).st_size
     end = os.pread(log.fileno(), _LOG_BYTES, max(0, size - _LOG_BYTES))
     return end.decode(errors="replace").rstrip()
 
 
-@contextlib.contextmanager
-def _transformers(settings: Settings, model_path: str, asks: list[Ask]) -> Iterator[Transformers]:
-    """Entered only where it is wanted: it loads the model once more."""
-    transformers = Transformers(model_path, asks, settings.compare_threads)
-    if not settings.systems:
-        yield transformers
-        return
-    complain("loading transformers")
-    with transformers:
-        yield transformers
-
-
-def _recipe(settings: Settings, vocab_size: int) -> Synthetic:
-    return Synthetic(
-        num_requests=settings.num_requests or _SYNTHETIC_REQUESTS,
-        prompt=settings.prompt,
-        output=settings.output,
-        vocab_size=vocab_size,
-        seed=settings.seed,
-        shared_prefix=settings.shared_prefix,
-        num_prefixes=settings.num_prefixes,
-        num_priorities=settings.num_priorities,
-    )
-
-
-async def _warm_up(chairlift: AsyncChairlift, ask: Ask) -> None:
-    """The first request of a server pays for what is made once."""
-    await chairlift.complete(
-        ask.prompt, max_tokens=_WARM_UP_TOKENS, temperature=0.0, ignore_eos=True
-    )
-
-
-def _facts(message: Any) -> dict[str, Any]:
+def _as_dict(message: Any) -> dict[str, Any]:
     return MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

@@ -1,29 +1,28 @@
-"""What a run leaves behind: the times of every request and of every step, and how to keep them.
+"""Records of a run: the times of every request and every step, and their JSON form.
 
-Moments are seconds since the run's start, on the client's clock. Pure values; what they add up to
-is figures.py's.
+Moments are seconds since the start of the run, on the client's clock. client/bench/figures.py
+derives figures from them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request, as its client saw it; the server's own times beside it."""
+    """One request as its client saw it, with the server's own times."""
 
     id: str
     prompt_tokens: int
     max_new: int
-    due: float  # when the arrivals wanted it sent
+    due: float  # when the arrival process wanted it sent
     priority: int = 0
     sent: float = 0.0
     end: float = 0.0
-    # (moment, tokens that came with it): one per message
-    deliveries: list[tuple[float, int]] = field(default_factory=list)
+    deliveries: list[tuple[float, int]] = field(default_factory=list)  # (moment, tokens) by message
     error: str | None = None
     cached_tokens: int = 0
     queued_seconds: float = 0.0  # accepted to first scheduled, by the server
@@ -36,7 +35,7 @@ class RequestRecord:
 
     @property
     def is_complete(self) -> bool:
-        """It got exactly what it asked for."""
+        """Whether it got exactly the tokens it requested."""
         return self.error is None and self.output_tokens == self.max_new
 
     @property
@@ -47,7 +46,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of the server: protos/admin.proto describes the fields."""
+    """One step of the server; protos/admin.proto describes the fields."""
 
     start: float
     seconds: float
@@ -71,35 +70,36 @@ class StepRecord:
     def end(self) -> float:
         return self.start + self.seconds
 
+    @property
+    def pool_share(self) -> float:
+        """The share of the KV pool in use, 0 to 1."""
+        return self.chunks_used / self.chunks_total if self.chunks_total else 0.0
+
 
 @dataclass(slots=True)
 class Run:
     """One system, once over the whole workload."""
 
-    system: str  # chairlift, transformers static, …
+    system: str  # chairlift, transformers static batches, …
     turn: int
     requests: list[RequestRecord]
     steps: list[StepRecord] = field(default_factory=list)
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0
-    notes: list[str] = field(default_factory=list)  # what a reader must know
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON; `from_dict` is its inverse."""
-        return asdict(self)
+    notes: list[str] = field(default_factory=list)  # caveats for the reader
 
     @classmethod
-    def from_dict(cls, kept: Mapping[str, Any]) -> Run:
-        """Ignores what a newer version has added."""
-        requests = []
-        for row in kept["requests"]:
-            record = RequestRecord(**_known(RequestRecord, row))
+    def from_dict(cls, row: Mapping[str, Any]) -> Self:
+        """The inverse of dataclasses.asdict; ignores fields that a newer version has added."""
+        run = cls(**known(cls, row))
+        run.requests = [RequestRecord(**known(RequestRecord, each)) for each in row["requests"]]
+        for record in run.requests:
             record.deliveries = [(moment, count) for moment, count in record.deliveries]
-            requests.append(record)
-        steps = [StepRecord(**_known(StepRecord, row)) for row in kept.get("steps", ())]
-        return cls(**{**_known(cls, kept), "requests": requests, "steps": steps})
+        run.steps = [StepRecord(**known(StepRecord, each)) for each in row.get("steps", ())]
+        return run
 
 
-def _known(kind: type, row: Mapping[str, Any]) -> dict[str, Any]:
+def known(kind: type, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of `row` that are fields of a dataclass."""
     names = kind.__dataclass_fields__  # type: ignore[attr-defined]
     return {name: value for name, value in row.items() if name in names}

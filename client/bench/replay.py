@@ -1,7 +1,7 @@
-"""Sends a workload over gRPC when it is due, and writes down when each answer came.
+"""Replays a workload over gRPC and records when each answer arrived.
 
-One task per request on one connection, as a gateway would do it. A request that fails is part of
-the result; a server that cannot be reached at all is an error.
+One task per request on one connection, like a gateway. A request that fails is part of the result;
+an unreachable server is an error.
 """
 
 from __future__ import annotations
@@ -15,40 +15,41 @@ from typing import Final
 from client.aio import AsyncChairlift
 from client.bench.records import RequestRecord, Run
 from client.bench.step_watch import StepWatch
-from client.bench.workload import Ask
+from client.bench.workload import WorkloadRequest
 from client.errors import ChairliftError
 
-_GATHER_SECONDS: Final = 0.2  # all of a burst have arrived by then
+_GATHER_SECONDS: Final = 0.2  # time for a whole burst to arrive
 
-Progress = Callable[[int, bool], None]  # (tokens that have just come, whether a request ended)
+Advance = Callable[[int, bool], None]  # (tokens that have just arrived, whether a request ended)
 
 
 async def replay(
     chairlift: AsyncChairlift,
-    asks: Sequence[Ask],
+    requests: Sequence[WorkloadRequest],
     times: Sequence[float],
-    progress: Progress,
+    advance: Advance,
     turn: int = 0,
     *,
     gathers: bool = False,
 ) -> Run:
-    """One run over `asks`, each sent at its moment of `times` (seconds from now, rising).
+    """One run over `requests`, sent at `times` (ascending seconds from now).
 
-    With `gathers` a short request of its own, which is not measured, keeps the server busy while
-    the first ones arrive: else a policy that admits whom it finds (static) would compute the first
-    of a burst alone.
+    With `gathers` a short unmeasured request keeps the server busy while the first requests
+    arrive. Otherwise a policy that admits whatever it finds (static) would compute the first one of
+    a burst alone.
     """
     before = await chairlift.get_cache()
-    async with StepWatch(chairlift) as watch, _plug(chairlift, asks, gathers):
+    busy = _busy_server(chairlift, requests) if gathers else contextlib.nullcontext()
+    async with StepWatch(chairlift) as watch, busy:
         start = time.monotonic()
         records = [
-            RequestRecord(ask.id, len(ask.prompt), ask.max_new, due, ask.priority)
-            for ask, due in zip(asks, times, strict=True)
+            RequestRecord(request.id, len(request.prompt), request.max_new, due, request.priority)
+            for request, due in zip(requests, times, strict=True)
         ]
         async with asyncio.TaskGroup() as tasks:
-            for ask, record in zip(asks, records, strict=True):
+            for request, record in zip(requests, records, strict=True):
                 await asyncio.sleep(start + record.due - time.monotonic())
-                tasks.create_task(_ask(chairlift, ask, record, start, progress))
+                tasks.create_task(_send(chairlift, request, record, start, advance))
     after = await chairlift.get_cache()
     run = Run(
         "chairlift",
@@ -69,31 +70,32 @@ async def replay(
 
 
 @contextlib.asynccontextmanager
-async def _plug(
-    chairlift: AsyncChairlift, asks: Sequence[Ask], is_wanted: bool
+async def _busy_server(
+    chairlift: AsyncChairlift, requests: Sequence[WorkloadRequest]
 ) -> AsyncIterator[None]:
-    """A request that is being computed from now on, for so many seconds; no longer than one of
-    `asks`, so that it fits where they do."""
-    if not is_wanted:
-        yield
-        return
-    longest = max(ask.max_new for ask in asks)
+    """Runs a request for _GATHER_SECONDS; it is no longer than one of `requests`, so that it fits
+    into the pool."""
+    longest = max(request.max_new for request in requests)
     async with chairlift.generate(
-        asks[0].prompt[:1], max_tokens=longest, temperature=0.0, ignore_eos=True
+        requests[0].prompt[:1], max_tokens=longest, temperature=0.0, ignore_eos=True
     ) as stream:
         await anext(stream)
         asyncio.get_running_loop().call_later(_GATHER_SECONDS, stream.cancel)
         yield
 
 
-async def _ask(
-    chairlift: AsyncChairlift, ask: Ask, record: RequestRecord, start: float, progress: Progress
+async def _send(
+    chairlift: AsyncChairlift,
+    request: WorkloadRequest,
+    record: RequestRecord,
+    start: float,
+    advance: Advance,
 ) -> None:
     record.sent = _since(start)
     stream = chairlift.generate(
-        ask.prompt,
-        priority=ask.priority,
-        max_tokens=ask.max_new,
+        request.prompt,
+        priority=request.priority,
+        max_tokens=request.max_new,
         temperature=0.0,
         ignore_eos=True,
     )
@@ -101,19 +103,18 @@ async def _ask(
         async for delta in stream:
             if delta.token_ids:
                 record.deliveries.append((_since(start), len(delta.token_ids)))
-                progress(len(delta.token_ids), False)
+                advance(len(delta.token_ids), False)
     except ChairliftError as error:
         record.error = f"{error.status.name}: {error}"
     record.end = _since(start)
-    completion = stream.completions.get(0)
-    if completion is not None:
+    if (completion := stream.completions.get(0)) is not None:
         record.cached_tokens = completion.usage.cached_tokens
         record.queued_seconds = completion.timing.queued_seconds
         record.prefill_seconds = completion.timing.prefill_seconds
         record.preemptions = completion.timing.preemptions
-    progress(0, True)
+    advance(0, True)
 
 
 def _since(start: float) -> float:
-    """To the microsecond: more digits only make files longer."""
+    """Seconds since `start`, to the microsecond: more digits only enlarge the files."""
     return round(time.monotonic() - start, 6)

@@ -1,6 +1,6 @@
-"""The outcome of one `chairlift bench`: what was measured where, kept as one JSON file.
+"""The result of one `chairlift bench`: what was measured where, kept as one JSON file.
 
-Figures are derived from the runs, never read back: a file measured with an older version shows
+Figures are derived from the runs and never read back, so that a file of an older version shows
 today's figures.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from client.bench.figures import Figures, Limits, figures, median_of
-from client.bench.records import Run
+from client.bench.records import Run, known
 
 FORMAT = 1
 
@@ -27,7 +27,7 @@ class NotAResult(ValueError):
 class Result:
     """Everything that a report needs."""
 
-    workload: str  # in words
+    workload: str  # its description
     arrivals: str
     seed: int
     limits: Limits
@@ -37,17 +37,17 @@ class Result:
     started: str  # ISO 8601, UTC
     server: Mapping[str, Any]  # model, version, device, settings
     runs: list[Run] = field(default_factory=list)
-    label: str = ""  # how a comparison of several files calls this one
+    label: str = ""  # its name in a comparison of several files
 
     def systems(self) -> dict[str, list[Run]]:
-        """The runs of each system, in the order in which they were first measured."""
+        """The runs of each system, in the order of their first run."""
         found: dict[str, list[Run]] = {}
         for run in self.runs:
             found.setdefault(run.system, []).append(run)
         return found
 
     def figures(self) -> dict[str, Figures]:
-        """Medians over the turns, of each system."""
+        """Medians over the turns, by system."""
         return {
             system: median_of([figures(run, self.limits) for run in runs])
             for system, runs in self.systems().items()
@@ -56,55 +56,47 @@ class Result:
     def ratios(self) -> dict[str, float]:
         """Chairlift's output tokens per second over those of each other system.
 
-        The median of the ratios turn by turn: neighbours in time, so that a machine that gets
-        slower during the run does not count.
+        The median of the ratios of each turn: a machine that slows down during the measurement
+        slows both systems of a turn alike.
         """
-        systems = self.systems()
-        own = systems.get("chairlift", [])
-        found = {}
-        for system, runs in systems.items():
-            if system == "chairlift" or not own:
-                continue
-            ratios = [
-                _rate(mine, self.limits) / rate
-                for mine, other in zip(own, runs, strict=False)
-                if (rate := _rate(other, self.limits)) > 0
-            ]
-            if ratios:
-                found[system] = statistics.median(ratios)
-        return found
+        rates = {
+            system: [figures(run, self.limits).output_tokens_per_second for run in runs]
+            for system, runs in self.systems().items()
+        }
+        own = rates.pop("chairlift", [])
+        ratios = {
+            system: [mine / other for mine, other in zip(own, others, strict=False) if other > 0]
+            for system, others in rates.items()
+        }
+        return {system: statistics.median(found) for system, found in ratios.items() if found}
+
+    def notes(self) -> list[str]:
+        """The notes of all runs, each with its system and turn."""
+        return [f"{run.system}, turn {run.turn + 1}: {n}" for run in self.runs for n in run.notes]
 
     def write(self, path: Path) -> None:
-        """As JSON; the figures are there for other programs."""
+        """Writes JSON, with the figures added for other programs."""
         content = {
             "format": FORMAT,
             **asdict(self),
-            "runs": [
-                {**run.as_dict(), "figures": figures(run, self.limits).as_dict()}
-                for run in self.runs
-            ],
-            "figures": {name: found.as_dict() for name, found in self.figures().items()},
+            "figures": {name: asdict(found) for name, found in self.figures().items()},
             "ratios": self.ratios(),
         }
+        for row, run in zip(content["runs"], self.runs, strict=True):
+            row["figures"] = asdict(figures(run, self.limits))
         path.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
 def read_result(path: Path) -> Result:
-    """Raises NotAResult, or OSError where the file cannot be read."""
+    """Raises NotAResult, or OSError if the file cannot be read."""
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["format"] != FORMAT:
-            raise NotAResult(f"{path} has format {kept['format']}; this version reads {FORMAT}")
-        names = Result.__dataclass_fields__
-        known = {name: value for name, value in kept.items() if name in names}
-        known["limits"] = Limits(**kept["limits"])
-        known["runs"] = [Run.from_dict(run) for run in kept["runs"]]
-        result = Result(**known)
+        row = json.loads(path.read_text(encoding="utf-8"))
+        if row["format"] != FORMAT:
+            raise NotAResult(f"{path} has format {row['format']}; allowed: {FORMAT}")
+        result = Result(**known(Result, row))
+        result.limits = Limits(**row["limits"])
+        result.runs = [Run.from_dict(run) for run in row["runs"]]
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise NotAResult(f"{path} is no result of `chairlift bench --json`: {error!r}") from None
     result.label = result.label or path.stem
     return result
-
-
-def _rate(run: Run, limits: Limits) -> float:
-    return figures(run, limits).output_tokens_per_second

@@ -1,10 +1,9 @@
-"""Watches the server's steps while a run goes on, and puts them on the client's clock."""
+"""Watches the server's steps during a run, and converts their times to the client's clock."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from types import TracebackType
 from typing import Self
 
 from client.aio import AsyncChairlift
@@ -12,17 +11,17 @@ from client.bench.records import StepRecord
 from client.errors import ChairliftError
 from protos import admin_pb2
 
-_LAST_SUMMARIES = 0.2  # seconds that those of the last steps get to arrive
+_GRACE_SECONDS = 0.2  # for the summaries of the last steps to arrive
 
 
 class StepWatch:
-    """Collects step summaries while it is entered; `notes` says if some are missing."""
+    """Collects step summaries from `async with` to its end; `notes` tells what is missing."""
 
     def __init__(self, chairlift: AsyncChairlift) -> None:
         self.notes: list[str] = []
         self._chairlift = chairlift
         self._summaries: list[admin_pb2.StepSummary] = []
-        self._offset = float("inf")  # from the server's clock to ours
+        self._offset = float("inf")  # client's clock minus server's
         self._is_watching = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -30,13 +29,8 @@ class StepWatch:
         await self._is_watching.wait()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await asyncio.wait([self._task], timeout=_LAST_SUMMARIES)
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.wait([self._task], timeout=_GRACE_SECONDS)
         self._task.cancel()
         await asyncio.wait([self._task])
         if self._summaries and self._summaries[-1].missed:
@@ -47,18 +41,18 @@ class StepWatch:
             summaries = await self._chairlift.watch_steps()
             self._is_watching.set()
             async for summary in summaries:
-                # A summary is sent when its step ends; the one that took the shortest way to us
-                # tells best how the clocks differ.
+                # A summary is sent when its step ends: the fastest one bounds the clocks'
+                # difference best.
                 sent = summary.start_seconds + summary.seconds
                 self._offset = min(self._offset, time.monotonic() - sent)
                 self._summaries.append(summary)
         except ChairliftError as error:
-            self.notes.append(f"the server's steps are not known: {error}")
+            self.notes.append(f"the server does not report its steps: {error}")
         finally:
             self._is_watching.set()
 
     def steps(self, start: float) -> list[StepRecord]:
-        """What was seen, in seconds since `start` (time.monotonic())."""
+        """The watched steps, in seconds since `start` (time.monotonic())."""
         return [
             StepRecord(
                 start=round(summary.start_seconds + self._offset - start, 6),

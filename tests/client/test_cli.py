@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from client import cli, launch
+from client import cli
+from client.processes import launch
 from tests.support.fake_server import FakeEngine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,7 +157,7 @@ def test_one_failure_does_not_stop_the_others(
 def test_nobody_there(nobody: str, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The first thing that goes wrong for everybody: one sentence, no traceback."""
     assert cli.main([*command, "--address", nobody]) == 1
-    assert f"no Chairlift answers at {nobody}: start one with" in capsys.readouterr().err
+    assert f"no Chairlift server answers at {nobody}: start one with" in capsys.readouterr().err
 
 
 def test_wrong_usage_names_what_is_allowed(
@@ -165,9 +166,9 @@ def test_wrong_usage_names_what_is_allowed(
     """Exit code 2 and a sentence, before anything is sent."""
     monkeypatch.setattr(sys, "stdin", Typed())
     for arguments, sentence in (
-        (["generate"], "no PROMPT given; allowed: text, or - for standard input"),
+        (["generate"], "PROMPT is missing; allowed: text, or - for standard input"),
         (["generate", "-", "-"], "- is given twice"),
-        (["generate", "x", "--lines"], "--lines is about standard input"),
+        (["generate", "x", "--lines"], "--lines applies to standard input"),
         (["generate", "x", "--concurrency", "0"], "--concurrency is 0; allowed: at least 1"),
         ([], "COMMAND"),
     ):
@@ -246,7 +247,7 @@ def test_chat_remembers(address: str, engine: FakeEngine) -> None:
     given = "Hello\nAgain\n/reset\nNew\n"
     done = chairlift("chat", "--system", "S", "--address", address, given=given)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "you said: Hello\nyou said: Again\n(forgotten)\nyou said: New\n"
+    assert done.stdout == "you said: Hello\nyou said: Again\n(new conversation)\nyou said: New\n"
     turns = [[message.content for message in asked.chat.messages] for asked in engine.requests]
     assert turns == [["S", "Hello"], ["S", "Hello", "you said: Hello", "Again"], ["S", "New"]]
 

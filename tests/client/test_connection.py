@@ -11,8 +11,8 @@ import pytest
 
 from client import AsyncChairlift, Chairlift, ChairliftError
 from client.connection import channel_options, is_loopback
-from client.launch import LaunchError
-from client.local_server import LocalServer, _endpoint, _reachable
+from client.processes.launch import LaunchError
+from client.processes.local_server import LocalServer, _endpoint, _reachable
 from tests.support.fake_server import FakeEngine, start
 
 

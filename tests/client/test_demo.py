@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from client.demo import _PROMPTS, Span, timeline
+from client.commands.demo import _PROMPTS, Span, timeline
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,7 +48,7 @@ def test_demo_streams_and_stops(tmp_path: Path, fails: bool) -> None:
         assert f"[{number}] > {question}" in done.stdout
     assert ("no complete answer to 'Name three fruits.'" in done.stderr) == fails
     assert ("Stopped cleanly" in done.stdout) != fails
-    assert "Who waited" in done.stdout
+    assert "Requests waiting" in done.stdout
 
 
 def test_the_timeline_shows_waiting_and_running() -> None:

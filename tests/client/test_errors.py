@@ -28,11 +28,11 @@ TRAILERS = (
         ("UNAVAILABLE", "Stream removed (Deadline Exceeded)", DeadlineExceeded, "the timeout"),
         ("UNAVAILABLE", "Stream removed (Socket closed)", Unavailable, "h:1 broke before the"),
         ("UNAVAILABLE", "Socket closed", Unavailable, "is the server still running?"),
-        ("UNAVAILABLE", "errors resolving h:1: [x]", Unreachable, "no Chairlift answers at h:1"),
+        ("UNAVAILABLE", "errors resolving h:1: [x]", Unreachable, "answers at h:1: start"),
         ("UNAVAILABLE", "draining: try later", Unavailable, "draining: try later"),
         ("INVALID_ARGUMENT", "stop[0] is 'Deadline Exceeded'", InvalidRequest, "stop[0] is"),
         ("RESOURCE_EXHAUSTED", "4 requests wait", QueueFull, "4 requests wait"),
-        ("RESOURCE_EXHAUSTED", TRAILERS, ServerError, "does not fit gRPC's trailers"),
+        ("RESOURCE_EXHAUSTED", TRAILERS, ServerError, "exceeds gRPC's metadata limit"),
     ],
 )
 def test_transport_errors_say_what_to_do(

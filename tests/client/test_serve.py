@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from client import launch, serve
+from client.commands import serve
+from client.processes import launch, supervisor
 
 ROOT = Path(__file__).resolve().parents[2]
 EXIT_ON_ERROR = "--exit-on-model-error=true"  # else a model without a tokenizer is never ready
@@ -151,7 +152,7 @@ def test_a_second_ctrl_c_kills(run: Run) -> None:
     serving.expect("scheduler told to stop")
     serving.process.send_signal(signal.SIGINT)
     assert serving.process.wait(20) == 130
-    assert "chairlift: killing both" in serving.rest()
+    assert "chairlift: killing scheduler and worker" in serving.rest()
 
 
 def test_a_worker_that_dies_comes_back(run: Run) -> None:
@@ -159,7 +160,7 @@ def test_a_worker_that_dies_comes_back(run: Run) -> None:
     serving = run(worker="die once")
     serving.both_up()
     line = serving.expect("chairlift: the worker ended")
-    assert line.endswith("(by SIGKILL); starting it again in 0.5 s")
+    assert line.endswith("(by SIGKILL); restarting it in 0.5 s")
     serving.expect("worker up --connect ipc://")
     serving.process.send_signal(signal.SIGINT)
     assert serving.process.wait(20) == 0
@@ -220,7 +221,7 @@ def test_children_do_not_outlive_a_killed_parent(run: Run) -> None:
 
 def test_the_pause_grows_to_a_limit() -> None:
     """A worker that dies at once must not be started in a tight loop, nor given up."""
-    pauses = [serve.restart_pause(deaths) for deaths in (1, 2, 3, 20, 10_000)]
+    pauses = [supervisor.restart_pause(deaths) for deaths in (1, 2, 3, 20, 10_000)]
     assert pauses == [0.5, 1.0, 2.0, 15.0, 15.0]
 
 

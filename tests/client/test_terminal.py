@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from client import cli, terminal
+from client import cli
+from client.terminal.streams import escape_controls
 from tests.client.test_cli import read_terminal
 from tests.support.fake_server import FakeEngine
 
@@ -53,11 +54,11 @@ def on_terminal(*arguments: str, typed: bytes = b"") -> str:
 
 def test_control_characters_are_spelled_out() -> None:
     """A model's text could retitle the window or fill the clipboard of who reads it."""
-    shown = terminal.harmless(HOSTILE)
+    shown = escape_controls(HOSTILE)
     assert shown == (
         r"\u001b]0;title\u0007\u001b[2J\u009b31m\u007f\u0008\u000dend"
     )  # the forms that JSON knows
-    assert terminal.harmless("naïve 😀\ttab\nline\u2028") == "naïve 😀\ttab\nline\u2028"
+    assert escape_controls("naïve 😀\ttab\nline\u2028") == "naïve 😀\ttab\nline\u2028"
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from client import cli, launch
+from client import cli
 from client.bench.compare import SYSTEMS, Transformers
-from client.bench.progress import Bar, Lines
-from client.bench.workload import Ask
-from client.launch import LaunchError
+from client.bench.progress import Progress
+from client.bench.workload import WorkloadRequest
+from client.processes import launch
+from client.processes.launch import LaunchError
 from tests.client.bench.test_replay import CountingEngine
 from tests.support.bench_records import result, two_requests
 from tests.support.fake_server import FakeEngine
@@ -159,7 +160,7 @@ def test_a_server_that_does_not_start_is_quoted(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"},
     )
     assert done.returncode == 1
-    assert "the server did not start. It said:\nunknown option" in done.stderr
+    assert "the server did not start. Its last output:\nunknown option" in done.stderr
 
 
 COMPARE = """
@@ -184,7 +185,9 @@ def test_transformers_is_asked_for_one_system_at_a_time(
     monkeypatch.setattr(
         launch, "command", lambda part, arguments: [sys.executable, str(script), *arguments]
     )
-    with Transformers("some/model", [Ask("a", (1,), 3), Ask("b", (2,), 1)]) as transformers:
+    with Transformers(
+        "some/model", [WorkloadRequest("a", (1,), 3), WorkloadRequest("b", (2,), 1)]
+    ) as transformers:
         run = transformers.run("static", 1)
         assert (run.system, run.turn, run.notes) == (SYSTEMS["static"], 1, ["slow"])
         assert [record.output_tokens for record in run.requests] == [3, 1]
@@ -196,12 +199,12 @@ def test_transformers_is_asked_for_one_system_at_a_time(
 def test_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log gets a line now and then, and the last word at the end."""
     out = io.StringIO()
-    with Lines("run", 2, 10, out) as lines:
-        monkeypatch.setattr("client.bench.progress._SECONDS_BETWEEN_LINES", -1.0)
-        lines.advance(4, False)
+    with Progress("run", 2, 10, out) as progress:
+        monkeypatch.setattr(progress, "_interval", -1.0)
+        progress.advance(4, False)
         monkeypatch.undo()
-        lines.advance(6, True)
-        lines.advance(0, True)
+        progress.advance(6, True)
+        progress.advance(0, True)
     shown = [line.rpartition(",")[0] for line in out.getvalue().splitlines()]
     assert shown == [
         "run: 0 of 2 requests, 4 of 10 tokens",
@@ -209,11 +212,20 @@ def test_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_the_progress_bar_reaches_its_end() -> None:
-    """rich is optional; where it is, the bar must count what the lines count."""
-    pytest.importorskip("rich")
-    out = io.StringIO()
-    with Bar("run", 2, 10, out) as bar:
-        bar.advance(10, True)
-        bar.advance(0, True)
-    assert "10/10 tokens, 2/2 requests" in out.getvalue()
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal_stays_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of lines would push the report of the last run out of the scrollback."""
+    out = Terminal()
+    with Progress("run", 2, 10, out) as progress:
+        monkeypatch.setattr(progress, "_interval", -1.0)
+        for _ in range(9):
+            progress.advance(1, False)
+        progress.advance(1, True)
+        progress.advance(0, True)
+    assert out.getvalue().count("\n") == 1
+    *_, last = out.getvalue().split("\r")
+    assert last.startswith("run: 2 of 2 requests, 10 of 10 tokens")

@@ -14,7 +14,7 @@ from client.aio import AsyncChairlift
 from client.bench.arrivals import parse_arrivals
 from client.bench.records import Run
 from client.bench.replay import replay
-from client.bench.workload import Ask
+from client.bench.workload import WorkloadRequest
 from protos import inference_pb2
 from tests.support.fake_server import FakeEngine, fail, start
 
@@ -56,10 +56,16 @@ def engine() -> FakeEngine:
     return CountingEngine()
 
 
-ASKS = [Ask("a", (1, 2, 3), 4), Ask("b", (4,), 2, priority=5), Ask("c", (5, 6), 1)]
+ASKS = [
+    WorkloadRequest("a", (1, 2, 3), 4),
+    WorkloadRequest("b", (4,), 2, priority=5),
+    WorkloadRequest("c", (5, 6), 1),
+]
 
 
-def run(address: str, asks: list[Ask], times: list[float]) -> tuple[Run, list[tuple[int, bool]]]:
+def run(
+    address: str, asks: list[WorkloadRequest], times: list[float]
+) -> tuple[Run, list[tuple[int, bool]]]:
     progress: list[tuple[int, bool]] = []
 
     async def go() -> Run:
@@ -107,7 +113,7 @@ def test_requests_are_sent_when_they_are_due(address: str) -> None:
 
 def test_requests_of_one_burst_are_sent_in_their_order(address: str, engine: FakeEngine) -> None:
     """fifo serves them in the order in which they come: two runs must not differ in it."""
-    asks = [Ask(str(n), (n + 20,), 1) for n in range(30)]
+    asks = [WorkloadRequest(str(n), (n + 20,), 1) for n in range(30)]
     measured, _ = run(address, asks, [0.01] * 30)
     sent = [record.sent for record in measured.requests]
     assert sent == sorted(sent)
@@ -132,7 +138,7 @@ def test_gathering_sends_a_request_ahead_that_is_not_measured(
 
 def test_a_request_that_fails_is_a_result(address: str) -> None:
     """One refused request must not lose an hour of measurement, nor pass unseen."""
-    measured, progress = run(address, [*ASKS, Ask("bad", (13,), 2)], [0.0] * 4)
+    measured, progress = run(address, [*ASKS, WorkloadRequest("bad", (13,), 2)], [0.0] * 4)
     assert [record.is_complete for record in measured.requests] == [True, True, True, False]
     assert measured.requests[3].error == "INVALID_ARGUMENT: thirteen"
     assert sum(has_ended for _, has_ended in progress) == 4
@@ -160,7 +166,7 @@ def test_a_server_that_does_not_tell_its_steps_is_measured_all_the_same() -> Non
     measured, _ = run(address, ASKS, [0.0] * 3)
     server.stop(grace=None).wait()
     assert measured.steps == []
-    assert measured.notes == ["the server's steps are not known: not in this version"]
+    assert measured.notes == ["the server does not report its steps: not in this version"]
     assert all(record.is_complete for record in measured.requests)
 
 

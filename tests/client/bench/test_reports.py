@@ -9,11 +9,10 @@ from html.parser import HTMLParser
 import pytest
 
 from client.bench import charts
-from client.bench.charts import COLUMNS, Layer
+from client.bench.charts import COLUMNS, Layer, Scale, round_up
 from client.bench.figures import Limits
 from client.bench.report_html import comparison_page, result_page
 from client.bench.report_text import comparison, report, seconds
-from client.bench.svg import Scale, round_up
 from tests.support.bench_records import request, result, step, two_requests
 
 HOSTILE = '<script>alert("&")</script>'
@@ -148,7 +147,7 @@ def test_a_request_without_tokens_is_drawn_as_failed() -> None:
 def test_a_timeline_of_very_many_requests_stays_a_picture() -> None:
     """Ten thousand rows of markup would not load."""
     svg = charts.timeline([request(str(n), float(n), [n + 1.0]) for n in range(10_000)], 10_001.0)
-    assert len(bars_of(svg, "decoding")) == charts.MOST_BARS
+    assert len(bars_of(svg, "decoding")) == charts.MAX_BARS
 
 
 def test_resampling_keeps_the_time_that_a_value_held() -> None:
@@ -166,7 +165,7 @@ def test_many_short_steps_are_averaged() -> None:
     steps = [step(n / 1000, 1 / 1000, num_decoding=n % 2) for n in range(20 * COLUMNS)]
     found = charts.resample(steps, 0.02 * COLUMNS, lambda s: s.num_decoding)
     assert found == pytest.approx([0.5] * COLUMNS, abs=0.05)
-    layer = Layer("decoding", lambda s: s.num_decoding)
+    layer = Layer("decoding", "decoding", lambda s: s.num_decoding)
     svg = charts.over_time(steps, 0.02 * COLUMNS, [layer], "rows")
     assert len(svg) < 60_000
 

@@ -12,15 +12,8 @@ from pathlib import Path
 import pytest
 
 from client.bench.arrivals import NotAnArrival, parse_arrivals
-from client.bench.lengths import NotALength, parse_lengths
-from client.bench.workload import (
-    Ask,
-    BadWorkload,
-    Synthetic,
-    make_up,
-    read_workload,
-    write_workload,
-)
+from client.bench.synthetic import NotALength, Recipe, make_requests, parse_lengths
+from client.bench.workload import BadWorkload, WorkloadRequest, read_workload, write_workload
 
 WORKLOADS = Path(__file__).parents[2] / "workloads"
 
@@ -64,11 +57,10 @@ def test_a_length_is_written_as_it_is_read(text: str) -> None:
     assert str(parse_lengths(text)) == text
 
 
-RECIPE = Synthetic(
+RECIPE = Recipe(
     num_requests=200,
     prompt=parse_lengths("uniform:3-9"),
     output=parse_lengths("5"),
-    vocab_size=100,
     seed=7,
     shared_prefix=4,
     num_prefixes=2,
@@ -78,13 +70,13 @@ RECIPE = Synthetic(
 
 def test_one_seed_gives_one_workload() -> None:
     """Two measurements of the same recipe must be comparable."""
-    assert make_up(RECIPE) == make_up(RECIPE)
-    assert make_up(RECIPE) != make_up(replace(RECIPE, seed=8))
+    assert make_requests(RECIPE, 100) == make_requests(RECIPE, 100)
+    assert make_requests(RECIPE, 100) != make_requests(replace(RECIPE, seed=8), 100)
 
 
 def test_prompts_share_prefixes_and_have_priorities() -> None:
     """Without sharing a prefix workload measures nothing of the prefix cache."""
-    asks = make_up(RECIPE)
+    asks = make_requests(RECIPE, vocab_size=100)
     assert len({ask.prompt[:4] for ask in asks}) == 2
     assert {len(ask.prompt) for ask in asks} == set(range(7, 14))
     assert {ask.priority for ask in asks} == {0, 1, 2}
@@ -95,7 +87,7 @@ def test_prompts_share_prefixes_and_have_priorities() -> None:
 
 def test_files_are_read_as_they_are_written(tmp_path: Path) -> None:
     """The comparison gets its work through such a file."""
-    asks = [Ask("a", (1, 2), 3, priority=4), Ask("b", (5,), 1)]
+    asks = [WorkloadRequest("a", (1, 2), 3, priority=4), WorkloadRequest("b", (5,), 1)]
     write_workload(tmp_path / "w.jsonl", asks)
     assert read_workload(tmp_path / "w.jsonl") == asks
 
@@ -126,7 +118,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, row: object) -> None:
     path = tmp_path / "w.jsonl"
     good = {"id": 0, "prompt": [1], "max_new": 1}
     path.write_text(f"{json.dumps(good)}\n{json.dumps(row)}\n")
-    with pytest.raises(BadWorkload, match=r"w\.jsonl, line 2: wanted"):
+    with pytest.raises(BadWorkload, match=r"w\.jsonl, line 2: allowed"):
         read_workload(path)
 
 

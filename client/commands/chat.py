@@ -7,36 +7,37 @@ import contextlib
 import sys
 from typing import Any
 
-from client import cli_options, terminal
+from client.blocking import Chairlift
+from client.commands.options import add_sampling_options, add_server_options, sampling_options
 from client.errors import ChairliftError
-from client.requests import ChatMessage, SamplingOptions
-from client.stub import Chairlift
+from client.messages import ChatMessage, SamplingOptions
+from client.terminal.streams import print_error, printable, why_not_text
 
 
 def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "chat",
         help="talk with the model",
-        description="A conversation: the model is told all that was said before.",
-        epilog="Ctrl-C stops an answer, /reset forgets the conversation, Ctrl-D leaves.",
+        description="Talk with the model; it sees the whole conversation.",
+        epilog="Ctrl-C stops an answer, /reset starts a new conversation, Ctrl-D leaves.",
         allow_abbrev=False,
     )
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    cli_options.add_sampling(parser)
-    cli_options.add_server(parser)
+    add_sampling_options(parser)
+    add_server_options(parser)
     parser.set_defaults(run=lambda options: run(parser, options))
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    sampling = cli_options.sampling(parser, options)
+    sampling = sampling_options(parser, options)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # line editing and history for input()
 
     with Chairlift(options.address, timeout=options.timeout) as chairlift:
         model = chairlift.model_info(timeout=10).model
         if sys.stdin.isatty():
-            name = terminal.for_reader(model, sys.stdout)
-            print(f"{name} · Ctrl-C stops an answer, /reset forgets, Ctrl-D leaves")
+            name = printable(model, sys.stdout)
+            print(f"{name} · Ctrl-C stops an answer, /reset starts anew, Ctrl-D leaves")
         return _converse(chairlift, options.system, sampling)
 
 
@@ -48,14 +49,14 @@ def _converse(chairlift: Chairlift, system: str | None, sampling: SamplingOption
             line = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return 0
-        except KeyboardInterrupt:  # at the prompt: only the line that was being typed goes
+        except KeyboardInterrupt:  # at the prompt: discards the line being typed
             print("\n(Ctrl-D leaves)")
             continue
-        if (reason := terminal.why_not_text(line)) is not None:
-            terminal.complain(f"this line was not sent: {reason}")
+        if (reason := why_not_text(line)) is not None:
+            print_error(f"this line was not sent: {reason}")
         elif line == "/reset":
             history = list(start)
-            print("(forgotten)")
+            print("(new conversation)")
         elif line:
             history.append(ChatMessage("user", line))
             answer = _answer(chairlift, history, sampling)
@@ -68,17 +69,17 @@ def _converse(chairlift: Chairlift, system: str | None, sampling: SamplingOption
 def _answer(
     chairlift: Chairlift, history: list[ChatMessage], sampling: SamplingOptions
 ) -> str | None:
-    """Streams the answer; what was shown of it, also when stopped. None if it failed."""
+    """Streams the answer; returns the part that was shown, also after Ctrl-C. None on an error."""
     shown: list[str] = []
     try:
         with chairlift.generate(history, **sampling) as stream:
             for delta in stream:
-                shown.append(delta.text)  # first: a Ctrl-C may come right after the print
-                print(terminal.for_reader(delta.text, sys.stdout), end="", flush=True)
+                shown.append(delta.text)  # first: Ctrl-C may come right after the print
+                print(printable(delta.text, sys.stdout), end="", flush=True)
     except KeyboardInterrupt:
         print(" (stopped)", end="")
     except ChairliftError as error:
-        terminal.complain(error)
+        print_error(error)
         return None
     print()
     return "".join(shown)

@@ -1,41 +1,35 @@
-"""The client for ordinary Python code: `Chairlift`. Its asyncio twin is client/aio.py.
+"""The client for blocking code: `Chairlift`.
 
     with Chairlift("localhost:50051") as chairlift:
         for delta in chairlift.generate("Once upon a time", max_tokens=64):
             print(delta.text, end="", flush=True)
 
-Every call can raise the errors of client/errors.py. Safe to share between threads; one stream
-belongs to one thread.
+Every call may raise the errors of client/errors.py. Threads may share a client;
+a stream belongs to one thread.
 """
+
+# Generated from client/aio.py by `make protos`: edit that file.
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
+from time import sleep
+from collections.abc import Iterator, Callable, Sequence
+from time import monotonic
 from typing import Any, Self, Unpack
 
 import grpc
 
-from client.answers import (
-    Answer,
-    Completion,
-    Delta,
-    Started,
-    Transcript,
-    Usage,
-    with_siblings,
-)
+from client.answers import Answer, Completion, Delta, Started, Transcript, Usage, with_siblings
 from client.connection import (
     DEFAULT_ADDRESS,
-    LONGEST_SECONDS,
+    MAX_DEADLINE_SECONDS,
     READY_POLL_SECONDS,
     READY_SECONDS,
-    channel_options,
+    Responses,
+    open_channel,
 )
-from client.errors import ChairliftError, DeadlineExceeded, Unavailable, from_status
-from client.requests import (
+from client.errors import DeadlineExceeded, Unavailable, from_rpc_error
+from client.messages import (
     Chat,
     Prompt,
     SamplingOptions,
@@ -47,79 +41,72 @@ from protos import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 
 class TokenStream(Iterator[Delta]):
-    """The deltas of one request, as they come; what has come so far stays readable.
+    """The deltas of one request as they arrive; everything received so far stays readable.
 
-    The request is already running. Leaving early cancels it, in whatever way: `cancel()`, the end
-    of a `with`, or dropping the stream (a `break` out of `for … in chairlift.generate(…)`).
+    The request is already running. Leaving early cancels it: by `cancel()`, at the end of its
+    `with` block, or when the stream is dropped (a `break` out of the loop).
     """
 
     def __init__(self, call: Any, owner: Chairlift) -> None:
-        self._call = call
-        self._owner = owner  # the connection must not be collected while the stream is read
+        self._responses = Responses(call)
+        self._owner = owner  # keeps the connection alive while the stream is read
         self._transcript = Transcript()
-        self._is_cancelled = False
 
     def __next__(self) -> Delta:
-        while True:
+        delta = None
+        while delta is None:
             try:
-                response = next(self._call)
+                response = self._responses.read()
             except grpc.RpcError as error:
-                if self._is_cancelled:
-                    raise StopIteration from None
-                raise self._owner._translate(error) from None
+                raise from_rpc_error(error, self._owner.address) from None
+            if response is None:
+                raise StopIteration
             delta = self._transcript.absorb(response)
-            if delta is not None:
-                return delta
+        return delta
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.cancel()
 
     def __del__(self) -> None:
         self.cancel()
 
     def cancel(self) -> None:
-        """Aborts the request; iteration ends. Does nothing once it has ended."""
-        self._is_cancelled = True
-        self._call.cancel()
+        """Aborts the request and ends iteration. Does nothing once the request has ended."""
+        self._responses.cancel()
 
     @property
     def started(self) -> Started | None:
-        """What the server decided; None until its first response has been read."""
+        """Request id, seed and model; None until the first response has been read."""
         return self._transcript.started
 
     @property
     def completions(self) -> dict[int, Completion]:
-        """How each sibling ended, for those that have."""
+        """How each finished sibling ended, by index."""
         return self._transcript.completions
 
     @property
     def finish_reason(self) -> str | None:
-        """Of the first sibling; None while it runs."""
+        """The first sibling's finish reason; None while it runs."""
         completion = self.completions.get(0)
         return completion.finish_reason if completion else None
 
     @property
     def usage(self) -> Usage | None:
-        """Of the first sibling; None while it runs."""
+        """The first sibling's token counts; None while it runs."""
         completion = self.completions.get(0)
         return completion.usage if completion else None
 
     def text(self, index: int = 0) -> str:
-        """Reads to the end and gives the whole text of one sibling."""
+        """Reads to the end; the whole text of one sibling."""
         for _ in self:
             pass
         return self._transcript.text(index)
 
     def answers(self) -> list[Answer]:
-        """Reads to the end and gives the answers of all siblings, by index."""
+        """Reads to the end; the answers of all siblings, by index."""
         for _ in self:
             pass
         return self._transcript.answers()
@@ -128,7 +115,8 @@ class TokenStream(Iterator[Delta]):
 class Chairlift:
     """A connection to one server. Nothing is sent before the first call.
 
-    `timeout` (seconds) holds for every call that gives none; None means no deadline.
+    `timeout` (seconds) is the default deadline of every call; None means no deadline. `address` is
+    a gRPC target: "host:port", "dns:///host:port" or "unix:path".
     """
 
     def __init__(
@@ -140,27 +128,18 @@ class Chairlift:
     ) -> None:
         self.address = address
         self.timeout = timeout
-        self._channel = (
-            grpc.insecure_channel(address, options=channel_options(address))
-            if credentials is None
-            else grpc.secure_channel(address, credentials, options=channel_options(address))
-        )
+        self._channel = open_channel(address, credentials)
         self._inference: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._admin: Any = admin_pb2_grpc.AdminStub(self._channel)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Ends the connection; what still runs on it is cancelled."""
+        """Closes the connection and cancels all calls in progress."""
         self._channel.close()
 
     def generate(
@@ -173,15 +152,18 @@ class Chairlift:
         timeout: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> TokenStream:
-        """Starts a request at once and streams its deltas.
+        """Sends a request at once, before the stream is first read, and streams its deltas.
 
         `prompt` is text, token ids, or chat messages (ChatMessage, or mappings with role and
-        content), to which the model's chat template is applied.
+        content), to which the model's chat template is applied. A `request_id` must not be the id
+        of a live request; lower `priority` runs first; requests share cached prefixes only under
+        the same `cache_salt`. TypeError or ValueError if an argument does not fit its field.
         """
         request = generate_request(
             prompt, sampling, request_id=request_id, priority=priority, cache_salt=cache_salt
         )
-        return TokenStream(self._inference.Generate(request, timeout=self._deadline(timeout)), self)
+        call = self._inference.Generate(request, timeout=self._deadline(timeout))
+        return TokenStream(call, self)
 
     def complete(
         self,
@@ -193,9 +175,9 @@ class Chairlift:
         timeout: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Answer:
-        """The whole answer in one piece, for code that shows no progress.
+        """The whole answer in one message; arguments as in `generate`.
 
-        With n > 1 it is the first of them; the others are its `siblings`.
+        With n > 1 it is the first answer, and the others are its `siblings`.
         """
         request = generate_request(
             prompt,
@@ -209,10 +191,10 @@ class Chairlift:
         return with_siblings(TokenStream(call, self).answers())
 
     def abort(self, *request_ids: str, timeout: float | None = None) -> list[str]:
-        """Ends live requests, of any client, with finish_reason abort; which of them were live."""
+        """Ends live requests of any client with finish_reason "abort"; returns the ids that were
+        live."""
         request = message(inference_pb2.AbortRequest, request_ids=request_ids)
-        response: inference_pb2.AbortResponse = self._call(self._inference.Abort, request, timeout)
-        return list(response.aborted)
+        return list((self._call(self._inference.Abort, request, timeout)).aborted)
 
     def tokenize(
         self,
@@ -223,10 +205,7 @@ class Chairlift:
     ) -> list[int]:
         """Token ids of a text, or of chat messages under the model's chat template."""
         request = tokenize_request(prompt, add_special_tokens)
-        response: inference_pb2.TokenizeResponse = self._call(
-            self._inference.Tokenize, request, timeout
-        )
-        return list(response.token_ids)
+        return list((self._call(self._inference.Tokenize, request, timeout)).token_ids)
 
     def detokenize(
         self,
@@ -235,25 +214,26 @@ class Chairlift:
         skip_special_tokens: bool | None = None,
         timeout: float | None = None,
     ) -> str:
-        """The text of token ids."""
+        """The text of token ids; special tokens are skipped by default."""
         request = message(
             inference_pb2.DetokenizeRequest,
             token_ids=token_ids,
             skip_special_tokens=skip_special_tokens,
         )
-        response: inference_pb2.DetokenizeResponse = self._call(
-            self._inference.Detokenize, request, timeout
-        )
-        return response.text
+        return str((self._call(self._inference.Detokenize, request, timeout)).text)
 
-    def model_info(self, *, timeout: float | None = None) -> inference_pb2.GetModelInfoResponse:
-        """What is served: protos/inference.proto describes the fields."""
+    def model_info(
+        self, *, timeout: float | None = None
+    ) -> inference_pb2.GetModelInfoResponse:
+        """The served model; protos/inference.proto describes the fields."""
         response: inference_pb2.GetModelInfoResponse = self._call(
             self._inference.GetModelInfo, inference_pb2.GetModelInfoRequest(), timeout
         )
         return response
 
-    def server_info(self, *, timeout: float | None = None) -> inference_pb2.GetServerInfoResponse:
+    def server_info(
+        self, *, timeout: float | None = None
+    ) -> inference_pb2.GetServerInfoResponse:
         """Version, readiness, load and every setting in effect."""
         response: inference_pb2.GetServerInfoResponse = self._call(
             self._inference.GetServerInfo, inference_pb2.GetServerInfoRequest(), timeout
@@ -263,7 +243,8 @@ class Chairlift:
     def list_requests(
         self, *, state: str = "", limit: int = 0, timeout: float | None = None
     ) -> admin_pb2.ListRequestsResponse:
-        """Live requests in arrival order; `state` empty means all, `limit` 0 the server's."""
+        """Live requests in arrival order. An empty `state` means all states, `limit` 0 the
+        server's default."""
         request = message(admin_pb2.ListRequestsRequest, state=state, limit=limit)
         response: admin_pb2.ListRequestsResponse = self._call(
             self._admin.ListRequests, request, timeout
@@ -281,40 +262,41 @@ class Chairlift:
         return response
 
     def get_cache(self, *, timeout: float | None = None) -> admin_pb2.GetCacheResponse:
-        """The KV pool: chunks, blocks, prefix hits, swap."""
+        """The KV pool: chunks, blocks, prefix cache hits, swap space."""
         response: admin_pb2.GetCacheResponse = self._call(
             self._admin.GetCache, admin_pb2.GetCacheRequest(), timeout
         )
         return response
 
     def watch_steps(self) -> Iterator[admin_pb2.StepSummary]:
-        """Returns once the server watches; then a summary of every step, until it is left."""
+        """Subscribes to the server's steps, and returns once the subscription is active; then
+        yields a summary of each step until the iterator is closed."""
         call = self._admin.WatchSteps(admin_pb2.WatchStepsRequest())
         call.initial_metadata()
         return self._summaries(call)
 
     def _summaries(self, call: Any) -> Iterator[admin_pb2.StepSummary]:
         try:
-            yield from call
+            for summary in call:
+                yield summary
         except grpc.RpcError as error:
-            raise self._translate(error) from None
+            raise from_rpc_error(error, self.address) from None
         finally:
             call.cancel()
 
     def flush_cache(self, *, timeout: float | None = None) -> int:
-        """Empties the prefix cache; how many blocks can no longer be found."""
-        response: admin_pb2.FlushCacheResponse = self._call(
-            self._admin.FlushCache, admin_pb2.FlushCacheRequest(), timeout
-        )
-        return response.blocks_flushed
+        """Empties the prefix cache; returns the number of blocks removed from it."""
+        request = admin_pb2.FlushCacheRequest()
+        return int((self._call(self._admin.FlushCache, request, timeout)).blocks_flushed)
 
     def is_ready(self, *, timeout: float | None = None) -> bool:
-        """Whether a request would run now; False also where nobody answers within `timeout`, or
-        within five seconds if none is given."""
+        """Whether a request would run now; False also if the server does not answer within
+        `timeout` seconds (default: 5)."""
         try:
-            return self.server_info(timeout=self._deadline(timeout) or READY_SECONDS).is_ready
+            info = self.server_info(timeout=self._deadline(timeout) or READY_SECONDS)
         except (Unavailable, DeadlineExceeded):
             return False
+        return info.is_ready
 
     def wait_ready(
         self,
@@ -323,42 +305,40 @@ class Chairlift:
     ) -> None:
         """Returns once a request would run; DeadlineExceeded after `timeout` seconds.
 
-        A server that has not been started yet is waited for too. `on_change` is told what is
-        being waited for, whenever that changes: unreachable, or the worker's state (none,
-        connecting, loading), or why the model cannot be served.
+        The server need not be running yet. `on_change` is called with the reason for waiting
+        whenever it changes: "unreachable", the worker's state ("worker: loading", …), or why the
+        model cannot be served.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        last = ""
+        deadline = None if timeout is None else monotonic() + timeout
+        reason = ""
         while True:
-            left = math.inf if deadline is None else max(0.1, deadline - time.monotonic())
-            try:
-                info = self.server_info(timeout=min(READY_SECONDS, left))
-                if info.is_ready:
-                    return
-                waiting_for = info.error or f"worker: {info.worker}"
-            except (Unavailable, DeadlineExceeded):
-                waiting_for = "unreachable"
-            if waiting_for != last and on_change is not None:
-                on_change(waiting_for)
-            last = waiting_for
-            if deadline is not None and time.monotonic() >= deadline:
+            remaining = READY_SECONDS if deadline is None else deadline - monotonic()
+            last, reason = reason, self._obstacle(min(READY_SECONDS, max(0.1, remaining)))
+            if not reason:
+                return
+            if reason != last and on_change is not None:
+                on_change(reason)
+            if deadline is not None and monotonic() >= deadline:
                 raise DeadlineExceeded(
-                    f"{self.address} is not ready after {timeout:g} s ({waiting_for})",
+                    f"{self.address} is not ready after {timeout:g} s ({reason})",
                     grpc.StatusCode.DEADLINE_EXCEEDED,
                 )
-            time.sleep(READY_POLL_SECONDS)
+            sleep(READY_POLL_SECONDS)
+
+    def _obstacle(self, timeout: float) -> str:
+        """Why no request would run now; empty if one would."""
+        try:
+            info = self.server_info(timeout=timeout)
+        except (Unavailable, DeadlineExceeded):
+            return "unreachable"
+        return "" if info.is_ready else info.error or f"worker: {info.worker}"
 
     def _call(self, method: Any, request: object, timeout: float | None) -> Any:
         try:
             return method(request, timeout=self._deadline(timeout))
         except grpc.RpcError as error:
-            raise self._translate(error) from None
+            raise from_rpc_error(error, self.address) from None
 
     def _deadline(self, timeout: float | None) -> float | None:
         seconds = self.timeout if timeout is None else timeout
-        return None if seconds is None else min(seconds, LONGEST_SECONDS)
-
-    def _translate(self, error: Any) -> ChairliftError:
-        return from_status(
-            error.code(), error.details() or "", self.address, error.trailing_metadata() or ()
-        )
+        return None if seconds is None else min(seconds, MAX_DEADLINE_SECONDS)

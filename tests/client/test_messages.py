@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from client import AsyncChairlift, Chairlift, ChatMessage
-from client.requests import Prompt, SamplingOptions, generate_request, sampling_params
+from client.messages import Prompt, SamplingOptions, generate_request, sampling_params
 from protos import inference_pb2
 
 
@@ -71,7 +71,7 @@ def test_each_option_reaches_its_field(name: str) -> None:
 def test_one_stop_string_may_stand_alone() -> None:
     """A string is a sequence of strings: "END" must not become E, N, D."""
     assert list(sampling_params({"stop": "END"}).stop) == ["END"]
-    with pytest.raises(TypeError, match="bad_words is 'oops'; wanted a list"):
+    with pytest.raises(TypeError, match="bad_words is 'oops'; allowed: a list"):
         sampling_params({"bad_words": "oops"})
 
 

@@ -1,6 +1,6 @@
-"""A server of one's own for a while: `chairlift serve` as a child on a free port.
+"""A temporary server: `chairlift serve` as a child process on a free port.
 
-`demo` and `bench --serve` use it. Owns the child's life; what it prints goes where the caller says.
+Used by `demo` and `bench --serve`. Owns the child process.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import IO, Final
 
-from client import launch
 from client.aio import AsyncChairlift
-from client.terminal import complain
+from client.processes import launch
+from client.terminal.streams import print_error
 
 _READY_SECONDS: Final = 600.0
 _STOP_SECONDS: Final = 60.0
-_LOADS: Final = 2  # a worker that has died so often while loading will not get further
+_MAX_LOADS: Final = 2  # a worker that died this often while loading is hopeless
 
 
 class LocalServer:
-    """Started when made; `stop` must be called."""
+    """Starts with the constructor; call `stop` at the end."""
 
     def __init__(self, options: Sequence[str], output: IO[bytes] | None = None) -> None:
-        """`options` are the scheduler's; `output` takes what is printed, None: this terminal.
+        """`options` are the scheduler's; the child's output goes to `output`, by default where ours
+        goes.
 
-        A --host or --port among them is where the server listens and is waited for. Raises
-        LaunchError where another server listens there: it would be taken for this one.
+        --host and --port among the options are honoured. Raises LaunchError if another server
+        already listens there, because it would be mistaken for this one.
         """
         host, port, others = _endpoint(options)
         self.address = f"{_reachable(host)}:{port}"
@@ -45,8 +46,8 @@ class LocalServer:
         )
 
     async def is_ready(self, chairlift: AsyncChairlift, note: Callable[[str], None]) -> bool:
-        """Waits until it is; False if it ends, or fails to load, before that. `note` is told what
-        is being waited for, whenever that changes."""
+        """Waits until the server is ready; False if it ends or cannot load the model. `note` is
+        called with the reason for waiting whenever it changes."""
         seen: list[str] = []
 
         def noted(waiting_for: str) -> None:
@@ -56,9 +57,9 @@ class LocalServer:
         waiting = asyncio.create_task(chairlift.wait_ready(_READY_SECONDS, noted))
         while not waiting.done():
             await asyncio.wait([waiting], timeout=0.5)
-            is_hopeless = seen.count("worker: loading") > _LOADS
+            is_hopeless = seen.count("worker: loading") > _MAX_LOADS
             if is_hopeless:
-                complain("the worker dies while loading")
+                print_error("the worker died repeatedly while loading the model")
             if is_hopeless or self._process.poll() is not None:
                 waiting.cancel()
                 return False
@@ -66,19 +67,19 @@ class LocalServer:
         return True
 
     def stop(self) -> int:
-        """As Ctrl-C would; the exit code."""
+        """Stops the server as Ctrl-C would; returns its exit code."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
         try:
             return self._process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            complain(f"the server did not stop within {_STOP_SECONDS:g} s")
+            print_error(f"the server did not stop within {_STOP_SECONDS:g} s")
             self._process.send_signal(signal.SIGINT)  # the second one kills
             return self._process.wait(_STOP_SECONDS) or 1
 
 
 def _endpoint(options: Sequence[str]) -> tuple[str, str, list[str]]:
-    """(host, port, other options); what is not given, or port 0, is chosen here."""
+    """(host, port, other options); by default loopback and a free port."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", default="0")
@@ -88,7 +89,7 @@ def _endpoint(options: Sequence[str]) -> tuple[str, str, list[str]]:
 
 
 def _reachable(host: str) -> str:
-    """Where a client finds a server that listens on `host`."""
+    """The host under which a client reaches a server that listens on `host`."""
     if host in ("0.0.0.0", "::"):
         return "127.0.0.1" if host == "0.0.0.0" else "[::1]"
     return f"[{host}]" if ":" in host else host
@@ -97,10 +98,10 @@ def _reachable(host: str) -> str:
 def _refuse_if_taken(host: str, port: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=1.0).close()
-    except (OSError, ValueError, OverflowError):  # what is no port the server itself names
+    except (OSError, ValueError, OverflowError):  # the server reports an invalid port
         return
     raise launch.LaunchError(
-        f"a server already listens on {host}, port {port}; choose another --port, or give none"
+        f"another server already listens on {host}, port {port}; choose another --port or omit it"
     )
 
 

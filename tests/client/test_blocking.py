@@ -1,4 +1,4 @@
-"""The sync stub against a real gRPC server."""
+"""The blocking client against a real gRPC server."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_full_queue_says_when_to_come_back(chairlift: Chairlift) -> None:
 def test_nobody_there_is_said_plainly(nobody: str) -> None:
     """The most common error of all: it must name the address and the way out."""
     with Chairlift(nobody) as chairlift:
-        with pytest.raises(client.Unreachable, match=rf"no Chairlift answers at {nobody}.*serve"):
+        with pytest.raises(client.Unreachable, match=rf"server answers at {nobody}: .*serve"):
             chairlift.generate("count 1").text()
         with pytest.raises(client.Unavailable):
             chairlift.tokenize("x")

@@ -1,30 +1,31 @@
 """Answers side by side in live panels, for a terminal. Needs rich (the extra `cli`).
 
-The panels show the end of each answer while it grows; when all have ended they give way to the
-whole texts, in order, so that nothing is lost from the scrollback.
+A panel shows the end of its answer while it grows. When all have ended, the whole texts replace
+the panels, in order, so that the scrollback is complete.
 """
 
 from __future__ import annotations
 
 import shutil
-from types import TracebackType
 from typing import Any, Self
 
-from client.display import shortened
-from client.terminal import harmless
+from client.terminal.display import shortened
+from client.terminal.streams import escape_controls
 
-MAX_PANELS = 12  # more do not fit a usual terminal: use lines
-_WIDE = 100  # columns from which two panels stand side by side
+MAX_PANELS = 12  # more do not fit a terminal
+_WIDE = 100  # terminal columns from which two panels are side by side
 
 
 class Panels:
+    """A live panel for each lane."""
+
     def __init__(self, lanes: dict[str, str]) -> None:
         """`lanes` maps each lane to its title, the prompt."""
         from rich.console import Console
         from rich.live import Live
 
         self._console = Console()
-        self._titles = {lane: harmless(title) for lane, title in lanes.items()}
+        self._titles = {lane: escape_controls(title) for lane, title in lanes.items()}
         self._texts = dict.fromkeys(lanes, "")
         self._notes: dict[str, str] = {}
         self._live = Live(
@@ -35,12 +36,7 @@ class Panels:
         self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         from rich.text import Text
 
         self._live.stop()
@@ -51,10 +47,10 @@ class Panels:
             self._console.print(Text(f"({note})\n", style="dim"))
 
     def delta(self, lane: str, text: str) -> None:
-        self._texts[lane] += harmless(text)
+        self._texts[lane] += escape_controls(text)
 
     def end(self, lane: str, note: str) -> None:
-        self._notes[lane] = harmless(note)
+        self._notes[lane] = escape_controls(note)
 
     def _grid(self) -> Any:
         from rich.table import Table

@@ -1,4 +1,4 @@
-"""`chairlift generate`: one prompt streams as plain text, several side by side."""
+"""`chairlift generate`: streams one answer as plain text, several side by side, or JSON."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from client import cli_options, terminal
 from client.aio import AsyncChairlift, AsyncTokenStream
 from client.answers import Answer
-from client.display import Display, Raw, TaggedLines
+from client.commands.options import add_sampling_options, add_server_options, sampling_options
 from client.errors import ChairliftError
-from client.panels import MAX_PANELS, Panels
-from client.requests import ChatMessage, Prompt, SamplingOptions, generate_request
+from client.messages import ChatMessage, Prompt, SamplingOptions, generate_request
+from client.terminal.display import Display, PlainText, TaggedLines
+from client.terminal.panels import MAX_PANELS, Panels
+from client.terminal.streams import print_error, printable, why_not_text
 
 _DEFAULT_MAX_TOKENS = 256
 
@@ -34,14 +35,14 @@ examples:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """All that the prompts have in common."""
+    """The options that apply to every prompt."""
 
     sampling: SamplingOptions
     is_chat: bool
     system: str | None
     priority: int | None
     cache_salt: str
-    concurrency: int  # requests open at the same time
+    concurrency: int  # maximum requests in progress
     is_json: bool
 
 
@@ -49,40 +50,54 @@ def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "generate",
         help="stream answers to one or several prompts",
-        description="Streams the model's continuation of each PROMPT; several run at once.",
+        description="Stream the model's continuation of each PROMPT; several run at once.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
-        "prompts", nargs="*", metavar="PROMPT", help="- (or none, in a pipe) reads standard input"
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="- (default in a pipe) reads standard input",
     )
     parser.add_argument(
-        "--lines", action="store_true", help="standard input holds one prompt per line, not one"
+        "--lines", action="store_true", help="standard input holds one prompt per line"
     )
     parser.add_argument(
-        "--chat", action="store_true", help="ask as a chat message, not as text to continue"
+        "--chat",
+        action="store_true",
+        help="send each PROMPT as a chat message",
     )
     parser.add_argument("--system", metavar="TEXT", help="system message; implies --chat")
     parser.add_argument(
-        "--json", action="store_true", help="one JSON object per answer, as each one ends"
+        "--json", action="store_true", help="print one JSON object per answer, as answers finish"
     )
     parser.add_argument(
-        "--concurrency", type=int, default=64, metavar="N", help="requests at once (default: 64)"
+        "--concurrency",
+        type=int,
+        default=64,
+        metavar="N",
+        help="parallel requests (default: 64)",
     )
-    parser.add_argument("--priority", type=int, metavar="N", help="lower runs first")
-    parser.add_argument("--cache-salt", default="", metavar="TEXT", help="isolates cached prefixes")
-    cli_options.add_sampling(parser, max_tokens=_DEFAULT_MAX_TOKENS, has_siblings=True)
-    cli_options.add_server(parser)
+    parser.add_argument("--priority", type=int, metavar="N", help="lower values run first")
+    parser.add_argument(
+        "--cache-salt",
+        default="",
+        metavar="TEXT",
+        help="share cached prefixes only with this salt",
+    )
+    add_sampling_options(parser, max_tokens=_DEFAULT_MAX_TOKENS, has_siblings=True)
+    add_server_options(parser)
     parser.set_defaults(run=lambda options: run(parser, options))
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """0 if every prompt was answered, else 1."""
+    """Exit code 0 if every prompt was answered, else 1."""
     if options.concurrency < 1:
         parser.error(f"--concurrency is {options.concurrency}; allowed: at least 1")
     prompts = read_prompts(parser, options.prompts, options.lines)
-    sampling = cli_options.sampling(parser, options)
+    sampling = sampling_options(parser, options)
     try:
         generate_request("", sampling, priority=options.priority, cache_salt=options.cache_salt)
     except ValueError as error:
@@ -102,15 +117,15 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 def read_prompts(
     parser: argparse.ArgumentParser, given: list[str], is_one_per_line: bool
 ) -> list[str]:
-    """The prompts of the command line, with standard input in place of `-`."""
+    """The prompts of the command line, with `-` replaced by those of standard input."""
     if not given:
         if sys.stdin.isatty():
-            parser.error("no PROMPT given; allowed: text, or - for standard input")
+            parser.error("PROMPT is missing; allowed: text, or - for standard input")
         given = ["-"]
     if given.count("-") > 1:
-        parser.error("- is given twice; standard input can be read once")
+        parser.error("- is given twice; standard input can be read only once")
     if is_one_per_line and "-" not in given:
-        parser.error("--lines is about standard input; give - as PROMPT")
+        parser.error("--lines applies to standard input; add - as PROMPT")
     prompts: list[str] = []
     for prompt in given:
         if prompt == "-":
@@ -118,19 +133,19 @@ def read_prompts(
         else:
             prompts.append(prompt)
     if not prompts:
-        parser.error("standard input holds no prompt")
+        parser.error("standard input is empty; allowed: at least one prompt")
     return prompts
 
 
 def _standard_input(parser: argparse.ArgumentParser, is_one_per_line: bool) -> list[str]:
     if is_one_per_line and isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(newline="\n")  # a lone carriage return does not end a prompt
-    text = sys.stdin.read().removeprefix("\ufeff")  # some editors begin a file with it
-    if (reason := terminal.why_not_text(text)) is not None:
+        sys.stdin.reconfigure(newline="\n")  # a lone carriage return is no line end
+    text = sys.stdin.read().removeprefix("\ufeff")  # the byte order mark of some editors
+    if (reason := why_not_text(text)) is not None:
         parser.error(f"standard input: {reason}; convert it, for example with iconv")
     if is_one_per_line:
         return [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
-    # echo's and an editor's last newline is not part of what was meant
+    # the final newline of echo and of editors is not part of the prompt
     return [text.removesuffix("\n")]
 
 
@@ -161,9 +176,9 @@ async def _answer_all(
 
 
 def choose_display(lanes: dict[str, str]) -> Display:
-    """What fits standard output and the number of lanes, given with their titles."""
+    """The display that suits standard output and the number of lanes. {lane: title}"""
     if len(lanes) == 1:
-        return Raw(sys.stdout)
+        return PlainText(sys.stdout)
     has_rich = importlib.util.find_spec("rich") is not None
     if has_rich and sys.stdout.isatty() and len(lanes) <= MAX_PANELS:
         return Panels(lanes)
@@ -175,12 +190,12 @@ def _lane(number: int, index: int, num_siblings: int) -> str:
 
 
 def _start(chairlift: AsyncChairlift, prompt: str, job: Job) -> AsyncTokenStream:
-    asked: Prompt = prompt
+    request: Prompt = prompt
     if job.is_chat:
         system = [ChatMessage("system", job.system)] if job.system is not None else []
-        asked = [*system, ChatMessage("user", prompt)]
+        request = [*system, ChatMessage("user", prompt)]
     return chairlift.generate(
-        asked, priority=job.priority, cache_salt=job.cache_salt, **job.sampling
+        request, priority=job.priority, cache_salt=job.cache_salt, **job.sampling
     )
 
 
@@ -202,7 +217,7 @@ async def _answer_on_display(
         except ChairliftError as error:
             for lane in lanes if stream.started is not None else lanes[:1]:
                 display.end(lane, f"failed: {error}")
-            terminal.complain(f"prompt {number + 1}: {error}")
+            print_error(f"prompt {number + 1}: {error}")
             return 1
         for index, completion in sorted(stream.completions.items()):
             tokens = completion.usage.completion_tokens
@@ -218,7 +233,7 @@ async def _answer_as_json(
             answers = await _start(chairlift, prompt, job).answers()
         except ChairliftError as error:
             _print_json({"prompt_index": number, "error": str(error), "status": error.status.name})
-            terminal.complain(f"prompt {number + 1}: {error}")
+            print_error(f"prompt {number + 1}: {error}")
             return 1
     for answer in answers:
         _print_json({"prompt_index": number, "prompt": prompt, **as_json(answer)})
@@ -226,7 +241,7 @@ async def _answer_as_json(
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
-    """What `--json` says about one answer."""
+    """One answer as the object that `--json` prints."""
     completion = answer.completion
     return {
         "index": completion.index,
@@ -245,4 +260,4 @@ def as_json(answer: Answer) -> dict[str, Any]:
 
 def _print_json(value: dict[str, Any]) -> None:
     text = json.dumps(value, ensure_ascii=not (sys.stdout.encoding or "").lower().startswith("utf"))
-    print(terminal.for_reader(text, sys.stdout), flush=True)
+    print(printable(text, sys.stdout), flush=True)

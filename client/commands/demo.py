@@ -1,7 +1,7 @@
-"""`chairlift demo`: serves the embedded model and streams several answers at once from it.
+"""`chairlift demo`: serves the embedded model and streams several answers at once.
 
-Three requests fit into a batch, six are asked: one sees short ones leave and waiting ones join
-while long ones run on. Fails unless every stream ends well and the server stops cleanly.
+Six requests, three at a time: short answers leave the batch and waiting requests join it while
+long answers continue. Fails unless every answer is complete and the server stops cleanly.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from client.aio import AsyncChairlift
-from client.cli_generate import choose_display
-from client.display import Display, shortened
+from client.commands.generate import choose_display
 from client.errors import ChairliftError
-from client.local_server import LocalServer
-from client.requests import ChatMessage
-from client.terminal import complain
+from client.messages import ChatMessage
+from client.processes.local_server import LocalServer
+from client.terminal.display import Display, shortened
+from client.terminal.streams import print_error
 
 _AT_ONCE: Final = 3
-_PROMPTS: Final = (  # (what is asked, max_tokens)
+_PROMPTS: Final = (  # (question, max_tokens)
     ("Write a short story about a fox who finds a lantern in the snow.", 120),
     ("What is the capital of France?", 24),
     ("Explain in two sentences why the sky is blue.", 72),
@@ -34,7 +34,7 @@ _CHART_WIDTH: Final = 60
 
 @dataclass(slots=True)
 class Span:
-    """When one request waited and ran, in seconds since all were asked."""
+    """When one request waited and ran, in seconds since all were sent."""
 
     title: str
     first: float | None = None
@@ -47,10 +47,10 @@ class Span:
 def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "demo",
-        help="serve the embedded model and watch several answers stream",
+        help="serve the embedded model and stream several answers",
         description=(
-            "Starts a server with the embedded model on a free port, streams "
-            f"{len(_PROMPTS)} answers, {_AT_ONCE} at a time, and stops it again."
+            "Start a server with the embedded model on a free port, stream "
+            f"{len(_PROMPTS)} answers, {_AT_ONCE} at a time, and stop the server."
         ),
         allow_abbrev=False,
     )
@@ -58,13 +58,13 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0 only if all went well."""
+    """Exit code 0 only if every answer was complete and the server stopped cleanly."""
     print(f"Starting `chairlift serve`, {_AT_ONCE} requests per batch.", flush=True)
     server = LocalServer(["--max-requests-per-batch", str(_AT_ONCE)])
     try:
         spans = asyncio.run(_stream_all(server))
     except ChairliftError as error:
-        complain(error)
+        print_error(error)
         spans = []
     finally:
         code = server.stop()
@@ -72,12 +72,12 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join(timeline(spans)))
     failed = [span.title for span in spans if not span.is_good]
     for title in failed:
-        complain(f"no complete answer to {title!r}")
+        print_error(f"no complete answer to {title!r}")
     if code != 0:
-        complain(f"the server ended with exit code {code}")
+        print_error(f"the server ended with exit code {code}")
     if not spans or failed or code != 0:
         return 1
-    print("Stopped cleanly. Now yours: `chairlift serve`, then `chairlift chat`.")
+    print("Stopped cleanly. Next: `chairlift serve`, then `chairlift chat` in another terminal.")
     return 0
 
 
@@ -109,7 +109,7 @@ async def _stream_one(
     start: float,
     display: Display,
 ) -> None:
-    # greedy, so that everybody sees the same demo
+    # greedy, so that the demo is always the same
     stream = chairlift.generate(
         [ChatMessage("user", span.title)], temperature=0.0, max_tokens=max_tokens
     )
@@ -128,9 +128,9 @@ async def _stream_one(
 
 
 def timeline(spans: list[Span]) -> list[str]:
-    """A chart of who waited (·) and who ran (█) when."""
+    """A chart of when each request waited (·) and ran (█)."""
     total = max(span.last for span in spans) or 1.0
-    lines = ["", f"Who waited (·) and who ran (█), over {total:.1f} s:"]
+    lines = ["", f"Requests waiting (·) and running (█) over {total:.1f} s:"]
     for number, span in enumerate(spans):
         first = span.last if span.first is None else span.first
         start, end = (round(_CHART_WIDTH * moment / total) for moment in (first, span.last))

@@ -1,19 +1,20 @@
-"""`chairlift status`: server, load and cache at a glance."""
+"""`chairlift status`: server, load and cache on one screen."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from client import cli_options, terminal
+from client.blocking import Chairlift
+from client.commands.options import add_server_options
 from client.errors import ChairliftError, Unreachable
-from client.stub import Chairlift
+from client.terminal.streams import printable
 from protos import admin_pb2, inference_pb2
 
 _MAX_REQUESTS = 20
@@ -23,20 +24,20 @@ def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "status",
         help="show server, load and cache",
-        description="Shows server, load, cache and the oldest live requests.",
+        description="Show the server, its load, its cache and the oldest live requests.",
         allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="everything, as one JSON object")
-    cli_options.add_server(parser)
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    add_server_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """0 if the server is ready, else 1: good for scripts."""
+    """Exit code 0 if the server is ready, else 1."""
     timeout = options.timeout or 10.0
     with Chairlift(options.address, timeout=timeout) as chairlift:
         server = chairlift.server_info()
-        # Some of it is known only once a worker has been ready.
+        # unknown until a worker has been ready
         model = _try(chairlift.model_info)
         cache = _try(chairlift.get_cache)
         live = _try(lambda: chairlift.list_requests(limit=_MAX_REQUESTS))
@@ -50,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({name: _as_dict(part) for name, part in parts.items()}, indent=2))
     else:
         text = report(options.address, server, model, cache, live)
-        print(terminal.for_reader(text, sys.stdout))
+        print(printable(text, sys.stdout))
     return 0 if server.is_ready else 1
 
 
@@ -61,7 +62,7 @@ def report(
     cache: admin_pb2.GetCacheResponse | None,
     live: admin_pb2.ListRequestsResponse | None,
 ) -> str:
-    """The text for a person."""
+    """The status as text."""
     state = "ready" if server.is_ready else "not ready"
     lines = [
         f"Chairlift {server.version} at {address}: {state}, up {duration(server.uptime_seconds)}",
@@ -145,9 +146,10 @@ def duration(seconds: float) -> str:
     return " ".join(parts[:2])
 
 
-def _try(ask: Any) -> Any:
+def _try(call: Callable[[], Any]) -> Any:
+    """The call's result, or None if the server cannot answer it now."""
     try:
-        return ask()
+        return call()
     except Unreachable:
         raise
     except ChairliftError:

@@ -1,8 +1,8 @@
-"""Turns Python arguments into the messages that both stubs send.
+"""Builds the request messages of both clients from Python arguments.
 
-A keyword that is not given stays unset in the message, so that the server's default (the model's
-generation_config) applies. Which values are allowed is the server's to say; here only the type
-counts, because a message cannot hold another one.
+An argument that is not given stays unset in the message, so that the server's default (the model's
+generation_config) applies. The server validates values; here only types are checked, because a
+protobuf field holds no other type.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from protos import inference_pb2
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn; `role` as the model's chat template names it: system, user, assistant, tool."""
+    """One turn of a conversation; `role` is one of the model's chat template: system, user,
+    assistant, tool."""
 
     role: str
     content: str
@@ -33,8 +34,9 @@ Prompt = str | Sequence[int] | Chat
 class SamplingOptions(TypedDict, total=False):
     """The keyword arguments of `generate`; protos/inference.proto gives ranges and neutral values.
 
-    At most one of the last five constrains the output. `json_schema` is a schema as text or as a
-    dict, `choice` a list of strings of which the answer is one. None means not given.
+    None means not given. At most one of the last five may be given: they constrain the output.
+    `json_schema` is a schema as text or as a dict; `choice` lists the possible answers. The server
+    refuses by name whatever it does not support yet.
     """
 
     temperature: float | None
@@ -68,8 +70,8 @@ class SamplingOptions(TypedDict, total=False):
 
 
 _M = TypeVar("_M", bound=Message)
-_BRIEF: Final = 100  # characters of a value that an error quotes
-_INTEGERS: Final = {  # what the integer types of protobuf hold
+_MAX_QUOTED: Final = 100  # characters of a value quoted in an error
+_INTEGER_RANGES: Final = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
     FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
@@ -87,7 +89,7 @@ def generate_request(
     cache_salt: str = "",
     stream: bool = True,
 ) -> inference_pb2.GenerateRequest:
-    """The message of one `generate` call; TypeError or ValueError where it cannot be built."""
+    """The message of one `generate` call. TypeError or ValueError if an argument does not fit."""
     request = inference_pb2.GenerateRequest(sampling=sampling_params(options))
     _assign_field(request, "request_id", request_id)
     _assign_field(request, "cache_salt", cache_salt)
@@ -100,13 +102,13 @@ def generate_request(
     elif _is_chat(prompt):
         request.chat.CopyFrom(chat_messages(prompt))  # type: ignore[arg-type]
     else:
-        request.tokens.SetInParent()  # no tokens are a prompt too: the server refuses it by name
+        request.tokens.SetInParent()  # an empty list is sent too: the server refuses it by name
         _assign("prompt", request.tokens.ids.extend, prompt)
     return request
 
 
 def message(kind: type[_M], **values: Any) -> _M:
-    """A message with these fields, of which those that are None stay unset."""
+    """A message with the given fields; a field that is None stays unset."""
     built = kind()
     for name, value in values.items():
         if value is None:
@@ -131,7 +133,7 @@ def tokenize_request(
 
 
 def sampling_params(options: SamplingOptions) -> inference_pb2.SamplingParams:
-    """Only what is given and not None is set."""
+    """The message for `options`. TypeError for an unknown one, ValueError for two constraints."""
     given = {name: value for name, value in options.items() if value is not None}
     unknown = sorted(given.keys() - SamplingOptions.__annotations__.keys())
     if unknown:
@@ -149,7 +151,7 @@ def sampling_params(options: SamplingOptions) -> inference_pb2.SamplingParams:
 
 
 def chat_messages(chat: Chat) -> inference_pb2.ChatMessages:
-    """Messages given as ChatMessage or as mappings with exactly `role` and `content`."""
+    """The message for turns given as ChatMessage, or as mappings with exactly role and content."""
     messages = inference_pb2.ChatMessages()
     for index, message in enumerate(chat):
         if isinstance(message, ChatMessage):
@@ -158,11 +160,13 @@ def chat_messages(chat: Chat) -> inference_pb2.ChatMessages:
             role, content = message["role"], message["content"]
         else:
             raise TypeError(
-                f"chat message {index} is {message!r}; wanted a ChatMessage or a mapping with "
-                "the keys role and content"
+                f"chat message {index} is {message!r}; allowed: a ChatMessage or a mapping "
+                "with the keys role and content"
             )
         if not isinstance(role, str) or not isinstance(content, str):
-            raise TypeError(f"chat message {index} is {message!r}; role and content are strings")
+            raise TypeError(
+                f"chat message {index} is {message!r}; role and content must be strings"
+            )
         added = messages.messages.add()
         _assign_field(added, "role", role)
         _assign_field(added, "content", content)
@@ -183,7 +187,7 @@ def _set(params: inference_pb2.SamplingParams, name: str, value: Any) -> None:
         _assign(name, params.stop.extend, [value] if isinstance(value, str) else value)
     elif name in ("stop_token_ids", "bad_words"):
         if isinstance(value, str):
-            raise TypeError(f"{name} is {value!r}; wanted a list")
+            raise TypeError(f"{name} is {value!r}; allowed: a list")
         _assign(name, getattr(params, name).extend, value)
     elif name == "logit_bias":
         _assign(name, params.logit_bias.update, value)
@@ -197,24 +201,24 @@ def _assign_field(message: Message, name: str, value: Any) -> None:
 
 
 def _assign(name: str, assign: Any, value: Any, cpp_type: int | None = None) -> None:
-    """protobuf's own messages do not say which argument they are about, nor what is allowed."""
+    """Names argument, value and range in the error; protobuf's own messages do not."""
     try:
         assign(value)
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{name} is {_brief(value)}: character {error.start} is half a surrogate pair; "
-            "allowed: text that UTF-8 can hold"
+            f"{name} is {_quoted(value)}: character {error.start} is half a surrogate pair; "
+            "allowed: text that UTF-8 can encode"
         ) from None
     except ValueError as error:
-        limits = _INTEGERS.get(cpp_type) if cpp_type is not None else None
+        limits = _INTEGER_RANGES.get(cpp_type) if cpp_type is not None else None
         if limits is not None:
             allowed = f"allowed: an integer from {limits[0]} to {limits[1]}"
-            raise ValueError(f"{name} is {_brief(value)}; {allowed}") from None
-        raise ValueError(f"{name} is {_brief(value)}: {error}") from None
+            raise ValueError(f"{name} is {_quoted(value)}; {allowed}") from None
+        raise ValueError(f"{name} is {_quoted(value)}: {error}") from None
     except TypeError as error:
-        raise TypeError(f"{name} is {_brief(value)}: {error}") from None
+        raise TypeError(f"{name} is {_quoted(value)}: {error}") from None
 
 
-def _brief(value: object) -> str:
+def _quoted(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= _BRIEF else f"{text[:_BRIEF]}…"
+    return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}…"

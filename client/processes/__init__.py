@@ -1,0 +1,1 @@
+"""Starts and supervises scheduler and worker as child processes; imports neither."""
