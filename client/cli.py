@@ -68,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"chairlift {version()}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, (help_text, _) in _PASS_THROUGH.items():
         commands.add_parser(name, help=help_text, add_help=False)
     for command in (generate, chat, status, bench, demo):

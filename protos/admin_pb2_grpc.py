@@ -101,7 +101,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetRequest(self, request, context):
-        """NOT_FOUND when not live. Of a request with siblings it shows the first that lives.
+        """NOT_FOUND if it is not live. Of several siblings: the first live one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,7 +120,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Empties the prefix cache; requests that run keep what they share already.
+        """Empties the prefix cache; running requests keep the blocks that they share.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -70,8 +70,8 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates text for one prompt. A delta per step (or one answer with stream = false).
-        Cancelling the call, in any state, aborts the request and frees what it holds.
+        """Generates text for one prompt: a delta per step, or the whole answer if stream = false.
+        Cancelling the call aborts the request in any state and frees its resources.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,15 +79,16 @@ class InferenceServicer:
 
     def Abort(self, request, context):
         """Ends live requests; their streams finish with finish_reason "abort". Unknown ids are ignored.
-        Await the response before you use an id again: an Abort that is still on its way ends
-        whichever request has the id when it arrives, which may be the later one.
+        Await the response before you reuse an id: an Abort in flight ends whichever request has the
+        id when it arrives.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Both convert as many tokens as the model's context holds, and at least 262,144, in one call.
+        """Tokenize and Detokenize accept as many tokens per call as the model's context holds, and at
+        least 262,144.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+from argparse import ArgumentTypeError
 from dataclasses import dataclass
 
 NOTATION = "all, poisson:RATE or bursts:N/SECONDS"
@@ -16,10 +17,6 @@ NOTATION = "all, poisson:RATE or bursts:N/SECONDS"
 _NUMBER = r"\d+(?:\.\d*)?|\.\d+"
 _POISSON = re.compile(rf"poisson:({_NUMBER})")
 _BURSTS = re.compile(rf"bursts:(\d+)/({_NUMBER})")
-
-
-class NotAnArrival(ValueError):
-    """The text is not in the notation; `str()` says what is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ class Arrivals:
 
 
 def parse_arrivals(text: str) -> Arrivals:
-    """Raises NotAnArrival."""
+    """Raises argparse.ArgumentTypeError, which names the notation."""
     if text == "all":
         return Arrivals(text, 0, 0.0, is_random=False)
     poisson, bursts = _POISSON.fullmatch(text), _BURSTS.fullmatch(text)
@@ -54,4 +51,4 @@ def parse_arrivals(text: str) -> Arrivals:
         return Arrivals(text, 1, 1 / float(poisson[1]), is_random=True)
     if bursts and int(bursts[1]) > 0 and float(bursts[2]) > 0:
         return Arrivals(text, int(bursts[1]), float(bursts[2]), is_random=False)
-    raise NotAnArrival(f"{text!r} is not an arrival; allowed: {NOTATION}, with numbers above 0")
+    raise ArgumentTypeError(f"{text!r} is not an arrival; allowed: {NOTATION}, numbers above 0")

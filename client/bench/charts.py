@@ -214,12 +214,10 @@ def bars(values: Mapping[str, float], shown: Callable[[float], str], label: str)
     return picture(parts, label, width, TOP + pitch * len(values))
 
 
-def _axes(
-    x: Scale, floor: float, levels: Mapping[str, float] | None = None, about: int = 10
-) -> list[str]:
+def _axes(x: Scale, floor: float, levels: Mapping[str, float], about: int = 10) -> list[str]:
     """A time axis at the height `floor`, and a labelled grid line at each level."""
     parts = [text(f"{tick:g} s", x(tick), floor + 18, "tick", "middle") for tick in x.ticks(about)]
-    for label, y in (levels or {}).items():
+    for label, y in levels.items():
         parts += [_line(x.start, x.stop, y, y), text(label, x.start - 8, y + 4, "tick", "end")]
     return [*parts, _line(x.start, x.stop, floor, floor, "axis")]
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from client.bench import arrivals, synthetic
+from client.bench.arrivals import NOTATION as ARRIVALS
+from client.bench.arrivals import parse_arrivals
 from client.bench.figures import Limits
 from client.bench.measure import Settings, measure
 from client.bench.report_html import comparison_page, result_page
 from client.bench.report_text import comparison, report
 from client.bench.result import NotAResult, Result, read_result
+from client.bench.synthetic import NOTATION as LENGTHS
+from client.bench.synthetic import Recipe, parse_lengths
 from client.bench.workload import BadWorkload
 from client.commands.options import add_server_options
 from client.processes.launch import LaunchError
@@ -54,7 +57,7 @@ def add_parser(commands: Any) -> None:
     text = "also run transformers: padded batches of 16, its continuous batching, or both"
     add("--compare", choices=list(_COMPARE), help=text)
     text = "CPU threads of transformers (default: torch's choice)"
-    add("--compare-threads", type=_positive, default=0, metavar="N", help=text)
+    add("--compare-threads", type=int, default=0, metavar="N", help=text)
     add("--warm", action="store_true", help="keep the prefix cache of earlier requests")
     text = "keep the server busy while the first requests arrive, so that they start together"
     add("--gather", action="store_true", help=text)
@@ -79,27 +82,18 @@ def _add_workload_options(group: Any) -> None:
     add = group.add_argument
     text = 'JSON lines {"id", "prompt": [token ids], "max_new"}'
     add("--workload", type=Path, metavar="FILE", help=text)
-    text = (
-        f"only the first N of the file; without a file: how many (default: {_SYNTHETIC_REQUESTS})"
-    )
+    text = f"send the first N of the file; without a file, make N (default: {_SYNTHETIC_REQUESTS})"
     add("--requests", type=_positive, metavar="N", help=text)
     for name, default in (("prompt", "skewed:16-343"), ("output", "skewed:8-256")):
-        text = f"{name} tokens: {synthetic.NOTATION} (default: {default})"
-        kind = _checked(synthetic.parse_lengths)
-        add(f"--{name}", type=kind, metavar="LENGTHS", default=default, help=text)
-    add(
-        "--shared-prefix",
-        type=int,
-        default=0,
-        metavar="N",
-        help="tokens shared by prompts, in front",
-    )
-    add("--prefixes", **_number("number of different shared prefixes", default=1))
+        text = f"{name} tokens: {LENGTHS} (default: {default})"
+        add(f"--{name}", type=parse_lengths, metavar="LENGTHS", default=default, help=text)
+    text = "length of a common prefix in front of the prompts (default: 0)"
+    add("--shared-prefix", type=int, default=0, metavar="N", help=text)
+    add("--prefixes", **_number("number of different prefixes", default=1))
     add("--priorities", **_number("draw priorities from 0 to N - 1", default=1))
-    add("--seed", type=int, default=0, metavar="N", help="of everything random (default: 0)")
-    text = f"{arrivals.NOTATION} (default: all)"
-    kind = _checked(arrivals.parse_arrivals)
-    add("--arrivals", type=kind, metavar="RULE", default="all", help=text)
+    add("--seed", type=int, default=0, metavar="N", help="seed of all random choices (default: 0)")
+    text = f"{ARRIVALS} (default: all)"
+    add("--arrivals", type=parse_arrivals, metavar="RULE", default="all", help=text)
 
 
 def _number(text: str, default: int) -> dict[str, Any]:
@@ -157,7 +151,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         timeout=options.timeout,
         workload=options.workload,
         num_requests=options.requests,
-        recipe=synthetic.Recipe(
+        recipe=Recipe(
             num_requests=options.requests or _SYNTHETIC_REQUESTS,
             prompt=options.prompt,
             output=options.output,
@@ -181,15 +175,3 @@ def _positive(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: an integer from 1 on")
     return int(text)
-
-
-def _checked(parse: Callable[[str], object]) -> Callable[[str], object]:
-    """`parse` with its error in the form whose message argparse shows."""
-
-    def checked(text: str) -> object:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return checked

@@ -36,7 +36,7 @@ ROWS = StepChart(
     (
         Layer("decoding", "decoding", lambda step: step.num_decoding),
         Layer("prefilling", "prefilling", lambda step: step.num_prefilling),
-        Layer("failed", "ended, computed all the same", lambda step: step.num_finished),
+        Layer("failed", "finished, computed anyway", lambda step: step.num_finished),
     ),
     line=Layer("waiting", "waiting", lambda step: step.num_pending),
 )
@@ -56,7 +56,7 @@ _STEP_CHARTS = (
     ),
     StepChart(
         "KV pool",
-        "share of its chunks that requests hold",
+        "share of its {chunks:,} chunks",
         (
             Layer("stored", "holds tokens", lambda s: 100 * s.pool_share * s.utilisation),
             Layer("empty", "held, but empty", lambda s: 100 * s.pool_share * (1 - s.utilisation)),
@@ -156,12 +156,13 @@ def _run(run: Run) -> str:
     note = "one line each, in the order in which they were sent"
     pictures = [_figure("Requests", note, charts.timeline(run.requests, length), states)]
     for chart in _STEP_CHARTS if run.steps else ():
+        chunks = run.steps[0].chunks_total
         drawn = [layer for layer in chart.layers if any(map(layer.value, run.steps))]
         keys = [(layer.class_, layer.name) for layer in (*drawn, *filter(None, [chart.line]))]
         svg = charts.over_time(
             run.steps, length, chart.layers, chart.title, unit=chart.unit, line=chart.line
         )
-        pictures.append(_figure(chart.title, chart.note, svg, keys))
+        pictures.append(_figure(chart.title, chart.note.format(chunks=chunks), svg, keys))
     return f"<h2>{_text(run.system)}, turn {run.turn + 1}</h2>{''.join(pictures)}"
 
 

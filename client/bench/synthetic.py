@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import random
 import re
+from argparse import ArgumentTypeError
 from dataclasses import dataclass
 
 from client.bench.workload import WorkloadRequest
@@ -19,10 +20,6 @@ NOTATION = "N, uniform:A-B or skewed:A-B"
 
 _RANGE = re.compile(r"(uniform|skewed):(\d+)-(\d+)")
 _DEVIATIONS = 1.959963984540054  # 95 % of a normal distribution lies within this many
-
-
-class NotALength(ValueError):
-    """The text is not in the notation; `str()` says what is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +46,12 @@ class Lengths:
 
 
 def parse_lengths(text: str) -> Lengths:
-    """Raises NotALength."""
+    """Raises argparse.ArgumentTypeError, which names the notation."""
     if text.isascii() and text.isdecimal() and int(text) > 0:
         return Lengths(text, int(text), int(text))
     found = _RANGE.fullmatch(text)
     if found is None or not 1 <= int(found[2]) <= int(found[3]):
-        raise NotALength(f"{text!r} is not a length; allowed: {NOTATION}, with 1 <= A <= B")
+        raise ArgumentTypeError(f"{text!r} is not a length; allowed: {NOTATION}, 1 <= A <= B")
     return Lengths(text, int(found[2]), int(found[3]))
 
 

@@ -95,7 +95,7 @@ def test_the_picture_stands_by_itself_and_shows_what_was_wasted() -> None:
     assert "prefers-color-scheme: dark" in svg
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "static: rows of each step" in texts
-    assert "ended, computed all the same" in texts
+    assert "finished, computed anyway" in texts
     assert texts.count("90") <= 2
     assert texts.count("100") == 2, "both have the same axis"
 
