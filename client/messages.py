@@ -90,13 +90,14 @@ def generate_request(
     stream: bool = True,
 ) -> inference_pb2.GenerateRequest:
     """The message of one `generate` call. TypeError or ValueError if an argument does not fit."""
-    request = inference_pb2.GenerateRequest(sampling=sampling_params(options))
-    _assign_field(request, "request_id", request_id)
-    _assign_field(request, "cache_salt", cache_salt)
-    if priority is not None:
-        _assign_field(request, "priority", priority)
-    if not stream:
-        request.stream = False
+    request = message(
+        inference_pb2.GenerateRequest,
+        request_id=request_id,
+        cache_salt=cache_salt,
+        priority=priority,
+        stream=None if stream else False,
+    )
+    request.sampling.CopyFrom(sampling_params(options))
     if isinstance(prompt, str):
         _assign_field(request, "text", prompt)
     elif _is_chat(prompt):

@@ -1,16 +1,16 @@
 """Chairlift against transformers, on the workloads of README's table.
 
 `python -m tests.bench.against_transformers --out build/bench`. Each measurement is one `chairlift
-bench --serve` and one JSON file in --out; what is there already is not measured again, so that a
-long comparison can be made in pieces, and the table be printed from what there is.
+bench --serve` and one JSON file in --out; existing files are not measured again, so that a long
+comparison can be made in pieces, and the table printed from what exists.
 
-    workloads       tests/workloads/….jsonl, all requests at once; prefix is about how much of it
-                    the cache saves, so transformers does it only where --compare is given
+    workloads       tests/workloads/….jsonl, all requests at once; prefix shows what the cache saves,
+                    so transformers runs it only if --compare is given
     turns           transformers and the first weight format in one measurement, the other formats
-                    straight behind it; medians, ratios turn by turn
+                    directly after it; medians, ratios by turn
 
-The yardstick is transformers' own padded `generate` in batches of 16: the ratio to it is what
-carries over to another machine.
+The yardstick is transformers' own padded `generate` in batches of 16: the ratio to it carries over
+to other machines.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from client.bench.result import Result, read_result
 
 WORKLOADS = Path(__file__).resolve().parents[1] / "workloads"
 NAMES = ("mixed", "equal", "single", "prefix")
-COMPARE = {  # ours → what `chairlift bench --compare` calls it
+COMPARE = {  # our name → that of `chairlift bench --compare`
     "both": "transformers",
     "static": "transformers-static",
     "continuous": "transformers-continuous",
 }
 
-Turn = dict[str, Figures]  # of every weight format, and of those of SYSTEMS that were measured
+Turn = dict[str, Figures]  # by weight format, and by system for each of SYSTEMS measured
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,15 +62,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--compare", choices=list(COMPARE),
                         help="transformers' batching (default: both; prefix: none)")  # fmt: skip
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--requests", type=int, help="only so many of each workload")
+    parser.add_argument("--requests", type=int, help="only the first N of each workload")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--num-blocks", type=int, default=2500, help="of Chairlift's KV pool")
-    parser.add_argument("--table", action="store_true", help="measure nothing, print what is there")
+    parser.add_argument("--table", action="store_true", help="measure nothing, print what exists")
     return parser.parse_args(arguments)
 
 
 def measure_turn(options: argparse.Namespace, workload: str, turn: int) -> None:
-    """What is missing of it; transformers beside the first format of all."""
+    """Measures the missing files of a turn; transformers with the first format."""
     for weight_format in options.weight_formats:
         path = file_of(options.out, workload, weight_format, turn)
         if not path.exists():
@@ -85,7 +85,7 @@ def measure(
     path: Path,
     with_transformers: bool,
 ) -> None:
-    """One file. A measurement that fails leaves it under another name, to be looked at."""
+    """Measures one file. A failed measurement leaves it under another name, for inspection."""
     print(path.stem, file=sys.stderr, flush=True)
     compare = options.compare or ("both" if workload != "prefix" else None)
     unfinished = path.with_suffix(".json.part")
@@ -106,13 +106,13 @@ def file_of(folder: Path, workload: str, weight_format: str, turn: int) -> Path:
 
 
 def files_of(folder: Path, workload: str, turn: int) -> dict[str, Path]:
-    """By weight format: those of a turn that are there."""
+    """The existing files of a turn, by weight format."""
     found = sorted(folder.glob(file_of(folder, workload, "*", turn).name))
     return {path.stem.split("-")[2]: path for path in found}
 
 
 def turns(folder: Path, workload: str) -> list[dict[str, Result]]:
-    """By weight format: all that has been measured, in order."""
+    """All measured turns in order, each by weight format."""
     found = []
     while files := files_of(folder, workload, len(found)):
         found.append({name: read_result(path) for name, path in files.items()})
@@ -120,7 +120,7 @@ def turns(folder: Path, workload: str) -> list[dict[str, Result]]:
 
 
 def turn_of(results: dict[str, Result]) -> Turn:
-    """Chairlift's figures under its weight format's name, those of the others under their own."""
+    """Chairlift's figures by weight format, those of the others by system."""
     return {
         (weight_format if system == "chairlift" else system): figures
         for weight_format, result in results.items()
@@ -129,8 +129,8 @@ def turn_of(results: dict[str, Result]) -> Turn:
 
 
 def table(found: dict[str, list[dict[str, Result]]], weight_formats: Sequence[str]) -> str:
-    """Markdown: medians of output tokens per second, of the ratios turn by turn (each format to
-    each other system and to the first format), and of seconds; below it, on what machine."""
+    """Markdown: medians of output tokens per second, of the ratios by turn (each format to each
+    other system and to the first format), and of seconds; below it the machine."""
     measured = {workload: [turn_of(one) for one in series] for workload, series in found.items()}
     known = {name for series in measured.values() for turn in series for name in turn}
     systems = [system for system in SYSTEMS.values() if system in known]
@@ -164,7 +164,7 @@ def seconds(turn: Turn, name: str) -> float | None:
 
 
 def median(digits: int, values: Sequence[float | None]) -> str:
-    """Of the turns that know it."""
+    """The median of the known values."""
     known = [value for value in values if value is not None]
     return f"{statistics.median(known):.{digits}f}" if known else UNKNOWN
 

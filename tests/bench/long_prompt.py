@@ -1,14 +1,15 @@
-"""What others notice of a long prompt: `python -m tests.bench.long_prompt [--turns 3]`.
+"""The effect of a long prompt on others: `python -m tests.bench.long_prompt [--turns 3]`.
 
-Two servers with the embedded model, one with target_step_ms as it is by default, one with 0, are
-measured in turns; the one that is not being measured has nothing to do. In every turn
+Two servers with the embedded model, one with the default target_step_ms, one with 0, are measured
+in turns; the other one is idle. In every turn
 
-    a stream has been running for a while, and a prompt of 6,000 tokens comes: the longest gap
-    between two tokens of the stream until the prompt's first token, how long that takes, and
-    how much processor time of the worker, which says more where others use the machine too;
-    a burst of 16 prompts of 200 tokens comes to an idle server: its first tokens, mean and first.
+    a prompt of 6,000 tokens arrives beside a running stream: the longest gap between two tokens
+    of the stream until the prompt's first token, the time to that token, and the worker's
+    processor time, which says more if others use the machine too;
+    a burst of 16 prompts of 200 tokens arrives at an idle server: time to its first tokens, first
+    and mean.
 
-The first turn is not counted: the server learns the speed of its device.
+The first turn is not counted: in it the server learns the speed of its device.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Turn:
 
 
 def measure(server: Server, starts: Iterator[int]) -> Turn:
-    """`starts` are tokens that no prompt has begun with yet, so that none is found in the cache."""
+    """`starts` are tokens that no prompt has begun with yet, so that the cache finds none."""
     with Chairlift(server.address) as chairlift:
         prompt_figures = beside_a_stream(chairlift, server.child("worker"), starts)
         first_tokens, end = burst(chairlift, starts)
@@ -59,7 +60,7 @@ def measure(server: Server, starts: Iterator[int]) -> Turn:
 def beside_a_stream(
     chairlift: Chairlift, worker: int, starts: Iterator[int]
 ) -> tuple[float, float, float]:
-    """The longest gap, the prompt's seconds and those of the worker's processors."""
+    """(longest gap, time to the prompt's first token, the worker's processor time) in seconds."""
     came: list[float] = []
     stream = chairlift.generate(
         [next(starts)] * 20, max_tokens=2000, temperature=0, ignore_eos=True
@@ -75,7 +76,7 @@ def beside_a_stream(
     begin, used = time.perf_counter(), cpu_seconds(worker)
     next(chairlift.generate(prompt(next(starts), _PROMPT_TOKENS), max_tokens=1))
     end, used = time.perf_counter(), cpu_seconds(worker) - used
-    while came[-1] < end and reader.is_alive():  # a gap may last until after it
+    while came[-1] < end and reader.is_alive():  # the last gap may end after it
         time.sleep(0.01)
     stream.cancel()
     reader.join()
@@ -89,7 +90,7 @@ def cpu_seconds(process: int) -> float:
 
 
 def burst(chairlift: Chairlift, starts: Iterator[int]) -> tuple[list[float], float]:
-    """Seconds to the first token of each, and to the last of all."""
+    """Seconds to the first token of each prompt, and to the last token of all."""
     begin = time.perf_counter()
     streams = [
         chairlift.generate(
@@ -123,7 +124,7 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--weight-format", default="float32")
-    parser.add_argument("--target-step-ms", type=float, help="instead of the device's own")
+    parser.add_argument("--target-step-ms", type=float, help="instead of the device's default")
     options = parser.parse_args()
     print(describe_machine(), versions(), sep="\n", flush=True)
     aims = {"off": {"target_step_ms": 0}, "on": {}}
@@ -149,7 +150,7 @@ def main() -> None:
                 print(f"turn {turn} {name:3}: {figures}", flush=True)
                 if turn:
                     turns[name].append(figures)
-    print(f"\n{'seconds, medians':>18}  {'off':>7}  {'on':>7}   off / on, turn by turn")
+    print(f"\n{'seconds, medians':>18}  {'off':>7}  {'on':>7}   off / on, by turn")
     for spec in fields(Turn):
         off, on = ([getattr(turn, spec.name) for turn in turns[name]] for name in ("off", "on"))
         ratios = [before / after for before, after in zip(off, on, strict=True)]

@@ -1,11 +1,11 @@
 """From `chairlift serve` to the first token: `python -m tests.bench.startup [--turns 3]`.
 
 Cold: an empty cache folder, so that the embedded model is converted and the C kernels are built.
-Warm: the folder that the cold start has left. Phases are told apart by the times of the log's own
-lines; a request is sent as soon as the server listens, as a script would that starts both.
+Warm: the folder that the cold start has left. The times of the log lines separate the phases; a
+request is sent as soon as the server listens, as by a script that starts both.
 
---against FOLDER starts another source tree in turns with this one (the version before a change),
-and sets the ratio of their medians beside it.
+--against FOLDER starts another source tree (the version before a change) in turns with this one and
+prints the ratios.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from client import Chairlift, Unavailable
 from tests.support.processes import free_port
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-# what is over when such a line is logged
+# phase → the log line that ends it
 PHASES: Final = {
     "listening": r"listening on",
     "worker connected": r"worker on .* connects",
     "kernels, model converted": r"reading the configuration: ",
-    "weights read": r"packing weights: |checking the model: ",  # the first layer, or none to pack
+    "weights read": r"packing weights: |checking the model: ",  # first layer, or none to pack
     "packed": r"checking the model: ",
     "model loaded": r"loaded \S+ in",
     "ready": r"scheduler_svc\.server: ready",
@@ -67,13 +67,13 @@ def start(tree: Path, cache: Path, model: str) -> dict[str, float]:
 
 
 def _first_token(port: int, process: subprocess.Popen[bytes]) -> float | None:
-    """When it came; None if the server ends before that."""
+    """The time of the first token; None if the server ends before it."""
     with Chairlift(f"127.0.0.1:{port}") as chairlift:
         while process.poll() is None:
             try:
                 stream = chairlift.generate("Hello", max_tokens=1, timeout=_START_SECONDS)
                 next(stream)
-            except Unavailable:  # it does not listen yet
+            except Unavailable:  # not listening yet
                 time.sleep(_POLL_SECONDS)
             else:
                 return time.time()
@@ -81,7 +81,7 @@ def _first_token(port: int, process: subprocess.Popen[bytes]) -> float | None:
 
 
 def _phases(lines: list[str], begin: float) -> dict[str, float]:
-    """Of each of PHASES the first line that tells; those without one are left out."""
+    """The time of the first matching line of each phase; phases without one are omitted."""
     found: dict[str, float] = {}
     for line in lines:
         stamp = _STAMP.match(line)
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--against", type=Path, help="another source tree, started in turns")
-    parser.add_argument("--warm-only", action="store_true", help="leave the cold starts out")
+    parser.add_argument("--warm-only", action="store_true", help="omit the cold starts")
     options = parser.parse_args()
     trees = {"this": ROOT} | ({"other": options.against.resolve()} if options.against else {})
     starts = {(kind, name): [] for kind in ("cold", "warm") for name in trees}
@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def table(starts: dict[tuple[str, str], list[dict[str, float]]]) -> str:
-    """Medians of every phase's end, in seconds since the start; ratios turn by turn."""
+    """Medians of the end of each phase, in seconds since the start; ratios by turn."""
     columns = {column: found for column, found in starts.items() if found}
     lines = [" " * 26 + "".join(f"{kind + ', ' + name:>14}" for kind, name in columns)]
     for phase in (*PHASES, FIRST_TOKEN):
@@ -130,7 +130,9 @@ def table(starts: dict[tuple[str, str], list[dict[str, float]]]) -> str:
         pairs = zip(starts[kind, "this"], starts.get((kind, "other"), []), strict=False)
         ratios = [this[FIRST_TOKEN] / other[FIRST_TOKEN] for this, other in pairs]
         if ratios:
-            lines.append(f"{kind}: this takes {statistics.median(ratios):.2f} of the other's time")
+            lines.append(
+                f"{kind}: this takes {statistics.median(ratios):.2f} times as long as the other"
+            )
     return "\n".join(lines)
 
 

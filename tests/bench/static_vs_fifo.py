@@ -1,17 +1,17 @@
-"""Static batches against continuous batching, by our own engine.
+"""Static batches against continuous batching, on our own engine.
 
 `python -m tests.bench.static_vs_fifo --out build/bench`. The same kernels and the same KV bytes;
 only `scheduler_type` differs. Each measurement is one `chairlift bench --serve` and one JSON file
-in --out; what is there already is not measured again, so that a long comparison can be made in
-pieces, and the table be printed from what there is.
+in --out; existing files are not measured again, so that a long comparison can be made in pieces,
+and the table printed from what exists.
 
     workloads  mixed    tests/workloads/mixed.jsonl: prompts 16-343, outputs 8-256, skewed
                equal    tests/workloads/equal.jsonl: 64 and 64, always
                spread   made up: prompts 16-128, outputs 10-500, skewed
-               answers  the same outputs, prompts 8-32: what they take is nearly all the work
+               answers  the same outputs, prompts 8-32: decoding is nearly all the work
     loads      offline  all requests at once
-               poisson  at 0.9 times the requests per second that fifo did offline
-    turns      static, fifo, static, fifo …; medians, ratios turn by turn
+               poisson  at 0.9 times fifo's offline requests per second
+    turns      static, fifo, static, fifo …; medians, ratios by turn
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ POISSON_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the table: a figure, how it is shown, and what was published for it."""
+    """A line of the table: a figure, its format, and the published value."""
 
     title: str
     value: Callable[[Figures], float | None]
@@ -61,7 +61,7 @@ def percent(value: float) -> str:
 
 
 def unless_equal(text: str) -> Callable[[str], str]:
-    """The published figures are about mixed lengths, but for one."""
+    """All published figures but one are for mixed lengths."""
     return lambda workload: "" if workload == "equal" else text
 
 
@@ -123,16 +123,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", choices=list(WORK), default=list(WORK))
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--requests", type=int, help="only so many of each workload")
+    parser.add_argument("--requests", type=int, help="only the first N of each workload")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--num-blocks", type=int, default=600, help="KV pool of both, in blocks")
     parser.add_argument("--max-requests-per-batch", type=int, default=64, help="of both")
-    parser.add_argument("--table", action="store_true", help="measure nothing, print what is there")
+    parser.add_argument("--table", action="store_true", help="measure nothing, print what exists")
     return parser.parse_args(arguments)
 
 
 def measure(options: argparse.Namespace, workload: str, load: str, policy: str, turn: int) -> None:
-    """One file, unless it is there."""
+    """Measures one file, unless it exists."""
     path = file_of(options.out, workload, load, policy, turn)
     if path.exists():
         return
@@ -162,7 +162,7 @@ def file_of(folder: Path, workload: str, load: str, policy: str, turn: int) -> P
 
 
 def turns(folder: Path, workload: str, load: str, policy: str) -> list[Result]:
-    """All that have been measured, in order."""
+    """The measured turns, in order."""
     found = []
     while (path := file_of(folder, workload, load, policy, len(found))).exists():
         found.append(read_result(path))
@@ -174,8 +174,7 @@ def figures(result: Result) -> Figures:
 
 
 def table(workload: str, load: str, found: dict[str, list[Result]]) -> str:
-    """Markdown. The ratio is fifo's figure over static's, but static's over fifo's where it says
-    how much work was saved: both are "how many times better"."""
+    """Markdown. The ratio is fifo's figure over static's."""
     pairs = [
         (figures(static), figures(fifo))
         for static, fifo in zip(found["static"], found["fifo"], strict=False)
@@ -205,8 +204,8 @@ def table(workload: str, load: str, found: dict[str, list[Result]]) -> str:
 
 
 def throughput_and_work(pairs: Sequence[tuple[Figures, Figures]]) -> tuple[float, float]:
-    """fifo's output tokens per second over static's, and static's tokens computed over fifo's: the
-    rows that every step's forward had, those of prompts too."""
+    """fifo's output tokens per second over static's; static's tokens computed, prompts included,
+    over fifo's."""
     speed = statistics.median(
         fifo.output_tokens_per_second / static.output_tokens_per_second for static, fifo in pairs
     )
@@ -217,7 +216,7 @@ def throughput_and_work(pairs: Sequence[tuple[Figures, Figures]]) -> tuple[float
 
 
 def change(ratio: float) -> str:
-    """3.2×, or −81 % where it fell."""  # noqa: RUF002
+    """3.2×, or −81 % for a decrease."""  # noqa: RUF002
     return f"{ratio:.2f}×" if ratio >= 1 else f"−{1 - ratio:.0%}"  # noqa: RUF001
 
 
