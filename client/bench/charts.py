@@ -25,11 +25,22 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A quantity of the steps, stacked on the previous layers."""
+    """A quantity of the steps, with its colour and its name in the legend."""
 
     class_: str
     name: str
     value: Callable[[StepRecord], float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepChart:
+    """Quantities of the steps over time: stacked layers, and a line over them."""
+
+    title: str
+    note: str
+    layers: tuple[Layer, ...]
+    line: Layer | None = None
+    unit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,30 +145,23 @@ def _description(record: RequestRecord) -> str:
 
 
 def over_time(
-    steps: Sequence[StepRecord],
-    seconds: float,
-    layers: Sequence[Layer],
-    label: str,
-    *,
-    unit: str = "",
-    line: Layer | None = None,
-    least: float = 0.0,
+    steps: Sequence[StepRecord], seconds: float, chart: StepChart, least: float = 0.0
 ) -> str:
-    """Stacked layers, and a line over them. The axis ends at `least` or above."""
-    heights = [resample(steps, seconds, layer.value) for layer in layers]
+    """Draws `chart` over the whole run. The vertical axis ends at `least` or above."""
+    heights = [resample(steps, seconds, layer.value) for layer in chart.layers]
     tops = list(itertools.accumulate(heights, lambda low, high: list(map(add, low, high))))
-    curve = resample(steps, seconds, line.value) if line else []
+    curve = resample(steps, seconds, chart.line.value) if chart.line else []
     x = Scale(max(seconds, 1e-9), LEFT, WIDTH - RIGHT)
     y = Scale(round_up(max(least, *tops[-1], *curve)), HEIGHT - BOTTOM, TOP)
-    parts = _axes(x, y.start, {f"{tick:g}{unit}": y(tick) for tick in y.ticks(4)})
+    parts = _axes(x, y.start, {f"{tick:g}{chart.unit}": y(tick) for tick in y.ticks(4)})
     below = [0.0] * COLUMNS
-    for layer, above in zip(layers, tops, strict=True):
+    for layer, above in zip(chart.layers, tops, strict=True):
         outline = [*_stairs(above, x, y), *reversed(_stairs(below, x, y))]
         parts.append(_path(outline, layer.class_, "Z"))
         below = above
-    if line:
-        parts.append(_path(_stairs(curve, x, y), line.class_))
-    return picture(parts, label, WIDTH, HEIGHT)
+    if chart.line:
+        parts.append(_path(_stairs(curve, x, y), chart.line.class_))
+    return picture(parts, chart.title, WIDTH, HEIGHT)
 
 
 def resample(

@@ -10,13 +10,12 @@ from typing import Any
 
 from client.bench.arrivals import NOTATION as ARRIVALS
 from client.bench.arrivals import parse_arrivals
-from client.bench.figures import Limits
-from client.bench.measure import Settings, measure
+from client.bench.measure import COMPARED, SYNTHETIC_REQUESTS, Settings, measure
 from client.bench.report_html import comparison_page, result_page
 from client.bench.report_text import comparison, report
 from client.bench.result import NotAResult, Result, read_result
 from client.bench.synthetic import NOTATION as LENGTHS
-from client.bench.synthetic import Recipe, parse_lengths
+from client.bench.synthetic import parse_lengths
 from client.bench.workload import BadWorkload
 from client.commands.options import add_server_options
 from client.processes.launch import LaunchError
@@ -34,12 +33,6 @@ examples:
   chairlift bench --serve --workload w.jsonl --compare transformers --turns 3 -- --num-blocks 2000
   chairlift bench --report static.json fifo.json --html both.html
 """
-_SYNTHETIC_REQUESTS = 64
-_COMPARE = {
-    "transformers": ("static", "continuous"),
-    "transformers-static": ("static",),
-    "transformers-continuous": ("continuous",),
-}
 
 
 def add_parser(commands: Any) -> None:
@@ -55,7 +48,7 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument_group("measurement").add_argument
     add("--turns", **_number("repeat N times, systems in turns, and report medians", default=1))
     text = "also run transformers: padded batches of 16, its continuous batching, or both"
-    add("--compare", choices=list(_COMPARE), help=text)
+    add("--compare", choices=list(COMPARED), help=text)
     text = "CPU threads of transformers (default: torch's choice)"
     add("--compare-threads", type=int, default=0, metavar="N", help=text)
     add("--warm", action="store_true", help="keep the prefix cache of earlier requests")
@@ -82,7 +75,7 @@ def _add_workload_options(group: Any) -> None:
     add = group.add_argument
     text = 'JSON lines {"id", "prompt": [token ids], "max_new"}'
     add("--workload", type=Path, metavar="FILE", help=text)
-    text = f"send the first N of the file; without a file, make N (default: {_SYNTHETIC_REQUESTS})"
+    text = f"send the first N of the file; without a file, make N (default: {SYNTHETIC_REQUESTS})"
     add("--requests", type=_positive, metavar="N", help=text)
     for name, default in (("prompt", "skewed:16-343"), ("output", "skewed:8-256")):
         text = f"{name} tokens: {LENGTHS} (default: {default})"
@@ -101,7 +94,7 @@ def _number(text: str, default: int) -> dict[str, Any]:
     return {"type": _positive, "metavar": "N", "default": default, "help": note}
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Settings) -> int:
     """Exit code 0 if every request got its tokens, 1 if not, or if nothing could be measured."""
     try:
         return _report(options) if options.report else _measure(options)
@@ -110,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
         return 1
 
 
-def _report(options: argparse.Namespace) -> int:
+def _report(options: Settings) -> int:
     results = [read_result(path) for path in options.report]
     labels = [result.label for result in results]
     for result, path in zip(results, options.report, strict=True):
@@ -120,13 +113,13 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(options: argparse.Namespace) -> int:
+def _measure(options: Settings) -> int:
     if options.server_options and not options.serve:
         raise LaunchError(f"{' '.join(options.server_options)!r} needs --serve before it")
     for path in (options.json, options.html):
         if path is not None and not path.parent.is_dir():  # reported before the measurement
             raise NotADirectoryError(f"{path} cannot be written: {path.parent} is no folder")
-    result = measure(_settings(options))
+    result = measure(options)
     _show([result], options.html)
     if options.json is not None:
         result.write(options.json)
@@ -141,34 +134,6 @@ def _show(results: Sequence[Result], html: Path | None) -> None:
     if html is not None:
         page = result_page(results[0]) if is_single else comparison_page(results)
         html.write_text(page, encoding="utf-8")
-
-
-def _settings(options: argparse.Namespace) -> Settings:
-    return Settings(
-        address=None if options.serve else options.address,
-        server_options=options.server_options,
-        server_log=options.server_log,
-        timeout=options.timeout,
-        workload=options.workload,
-        num_requests=options.requests,
-        recipe=Recipe(
-            num_requests=options.requests or _SYNTHETIC_REQUESTS,
-            prompt=options.prompt,
-            output=options.output,
-            seed=options.seed,
-            shared_prefix=options.shared_prefix,
-            num_prefixes=options.prefixes,
-            num_priorities=options.priorities,
-        ),
-        arrivals=options.arrivals,
-        turns=options.turns,
-        systems=_COMPARE.get(options.compare, ()),
-        compare_threads=options.compare_threads,
-        is_warm=options.warm,
-        gathers=options.gather,
-        limits=Limits(options.slo_ttft, options.slo_tpot, options.slo_e2e),
-        label=options.label,
-    )
 
 
 def _positive(text: str) -> int:

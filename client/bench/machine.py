@@ -16,10 +16,12 @@ _DISTRIBUTIONS = ("chairlift", "grpcio", "protobuf", "numpy", "torch", "transfor
 def describe_machine() -> dict[str, str | int | float]:
     """Processor, cores, memory and system, as far as the system reveals them."""
     affinity = getattr(os, "sched_getaffinity", None)
+    memory = re.search(r"MemTotal: +(\d+) kB", _read("/proc/meminfo"))
+    processor = re.search(r"model name\s*: (.+)", _read("/proc/cpuinfo"))
     return {
-        "processor": _processor(),
+        "processor": processor[1] if processor else platform.processor() or "unknown",
         "cores": len(affinity(0)) if affinity else os.cpu_count() or 1,
-        "memory_gib": _memory_gib(),
+        "memory_gib": round(int(memory[1]) / 2**20, 1) if memory else 0.0,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
     }
@@ -52,17 +54,9 @@ def commit() -> str | None:
     return done.stdout.strip()
 
 
-def _processor() -> str:
+def _read(path: str) -> str:
+    """The file, or nothing on a system that has no such file."""
     try:
-        found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        return Path(path).read_text(encoding="utf-8")
     except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or "unknown"
-
-
-def _memory_gib() -> float:
-    try:
-        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return 0.0
-    return round(size / 2**30, 1)
+        return ""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
@@ -24,32 +24,47 @@ from client.bench.progress import Progress
 from client.bench.records import Run
 from client.bench.replay import replay
 from client.bench.result import Result
-from client.bench.synthetic import Recipe, make_requests
+from client.bench.synthetic import Lengths, Recipe, make_requests
 from client.bench.workload import WorkloadRequest, read_workload
 from client.processes.launch import LaunchError
 from client.processes.local_server import LocalServer
 from client.terminal.streams import print_error
 
+SYNTHETIC_REQUESTS = 64  # by default
+COMPARED = {  # what --compare may be → of SYSTEMS
+    "transformers": ("static", "continuous"),
+    "transformers-static": ("static",),
+    "transformers-continuous": ("continuous",),
+}
 _WARM_UP_TOKENS = 4
 _LOG_BYTES = 4000  # quoted of a server that did not start: about forty lines
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    address: str | None  # None: start a server
+class Settings(argparse.Namespace):
+    """The options of `chairlift bench` that a measurement needs, as argparse sets them."""
+
+    address: str
+    serve: bool  # start a server instead, with the next two
     server_options: list[str]
     server_log: Path | None
     timeout: float | None
-    workload: Path | None  # None: made by `recipe`
-    num_requests: int | None  # of the workload file; None: all
-    recipe: Recipe
+    workload: Path | None  # None: made from the options down to `seed`
+    requests: int | None
+    prompt: Lengths
+    output: Lengths
+    shared_prefix: int
+    prefixes: int
+    priorities: int
+    seed: int
     arrivals: Arrivals
     turns: int
-    systems: tuple[str, ...]  # of SYSTEMS, measured beside Chairlift
+    compare: str | None  # of COMPARED
     compare_threads: int
-    is_warm: bool  # keep the prefix cache
-    gathers: bool  # see replay
-    limits: Limits
+    warm: bool  # keep the prefix cache
+    gather: bool  # see replay
+    slo_ttft: float | None
+    slo_tpot: float | None
+    slo_e2e: float | None
     label: str
 
 
@@ -60,17 +75,27 @@ def measure(settings: Settings) -> Result:
 
 async def _measure(settings: Settings) -> Result:
     path = settings.workload
-    requests = read_workload(path)[: settings.num_requests] if path else []
+    requests = read_workload(path)[: settings.requests] if path else []
+    recipe = Recipe(
+        num_requests=settings.requests or SYNTHETIC_REQUESTS,
+        prompt=settings.prompt,
+        output=settings.output,
+        seed=settings.seed,
+        shared_prefix=settings.shared_prefix,
+        num_prefixes=settings.prefixes,
+        num_priorities=settings.priorities,
+    )
+    systems = COMPARED[settings.compare] if settings.compare else ()
     async with contextlib.AsyncExitStack() as stack:
         chairlift = await stack.enter_async_context(_connection(settings))
         model = await chairlift.model_info()
         server = await chairlift.server_info()
-        requests = requests or make_requests(settings.recipe, model.vocab_size)
+        requests = requests or make_requests(recipe, model.vocab_size)
         result = Result(
-            workload=f"{path.name}, {len(requests)} requests" if path else str(settings.recipe),
+            workload=f"{path.name}, {len(requests)} requests" if path else str(recipe),
             arrivals=str(settings.arrivals),
-            seed=settings.recipe.seed,
-            limits=settings.limits,
+            seed=settings.seed,
+            limits=Limits(settings.slo_ttft, settings.slo_tpot, settings.slo_e2e),
             machine=machine.describe_machine(),
             versions=machine.versions(),
             commit=machine.commit(),
@@ -82,13 +107,13 @@ async def _measure(settings: Settings) -> Result:
             requests[0].prompt, max_tokens=_WARM_UP_TOKENS, temperature=0.0, ignore_eos=True
         )
         transformers = Transformers(model.model_path, requests, settings.compare_threads)
-        if settings.systems:
+        if systems:
             print_error("loading transformers")
             stack.enter_context(transformers)
         for turn in range(settings.turns):
             title = f"turn {turn + 1} of {settings.turns}"
             result.runs.append(await _run(settings, chairlift, requests, turn, title))
-            for system in settings.systems:
+            for system in systems:
                 print_error(f"{SYSTEMS[system]}, {title} …")
                 result.runs.append(await asyncio.to_thread(transformers.run, system, turn))
     return result
@@ -102,20 +127,20 @@ async def _run(
     title: str,
 ) -> Run:
     """One turn of Chairlift."""
-    if not settings.is_warm:
+    if not settings.warm:
         await chairlift.flush_cache()
-    times = settings.arrivals.times(len(requests), settings.recipe.seed)
+    times = settings.arrivals.times(len(requests), settings.seed)
     num_tokens = sum(request.max_new for request in requests)
     with Progress(f"chairlift, {title}", len(requests), num_tokens, sys.stderr) as progress:
         return await replay(
-            chairlift, requests, times, progress.advance, turn, gathers=settings.gathers
+            chairlift, requests, times, progress.advance, turn, gathers=settings.gather
         )
 
 
 @contextlib.asynccontextmanager
 async def _connection(settings: Settings) -> AsyncIterator[AsyncChairlift]:
     """A connection to the given server, or to one that is started and stopped here."""
-    if settings.address is not None:
+    if not settings.serve:
         async with AsyncChairlift(settings.address, timeout=settings.timeout) as chairlift:
             yield chairlift
         return

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from client.bench import charts
-from client.bench.charts import Layer
+from client.bench.charts import Layer, StepChart
 from client.bench.figures import Figures, Limits, e2e, tpot, ttft
 from client.bench.records import RequestRecord, Run
 from client.bench.report_text import facts_of, labelled, seconds, share, table_rows
@@ -17,17 +16,6 @@ from client.bench.result import Result
 STYLE = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
 
 _Requests = Mapping[str, Sequence[RequestRecord]]  # by system
-
-
-@dataclass(frozen=True, slots=True)
-class StepChart:
-    """A quantity of the steps over time."""
-
-    title: str
-    note: str
-    layers: tuple[Layer, ...]
-    line: Layer | None = None
-    unit: str = ""
 
 
 ROWS = StepChart(
@@ -159,9 +147,7 @@ def _run(run: Run) -> str:
         chunks = run.steps[0].chunks_total
         drawn = [layer for layer in chart.layers if any(map(layer.value, run.steps))]
         keys = [(layer.class_, layer.name) for layer in (*drawn, *filter(None, [chart.line]))]
-        svg = charts.over_time(
-            run.steps, length, chart.layers, chart.title, unit=chart.unit, line=chart.line
-        )
+        svg = charts.over_time(run.steps, length, chart)
         pictures.append(_figure(chart.title, chart.note.format(chunks=chunks), svg, keys))
     return f"<h2>{_text(run.system)}, turn {run.turn + 1}</h2>{''.join(pictures)}"
 

@@ -4,8 +4,8 @@
 bench --serve` and one JSON file in --out; existing files are not measured again, so that a long
 comparison can be made in pieces, and the table printed from what exists.
 
-    workloads       tests/workloads/….jsonl, all requests at once; prefix shows what the cache saves,
-                    so transformers runs it only if --compare is given
+    workloads       tests/workloads/….jsonl, all requests at once; prefix shows what the
+                    cache saves, so transformers runs it only if --compare is given
     turns           transformers and the first weight format in one measurement, the other formats
                     directly after it; medians, ratios by turn
 

@@ -6,12 +6,14 @@ For README: all charts share their axes, and the colours follow the reader's lig
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from client.bench.charts import HEIGHT, LEFT, RIGHT, WIDTH, element, over_time, text
 from client.bench.report_html import ROWS, STYLE
 from client.bench.result import Result
 
 TITLE_HEIGHT = 34.0
+WITHOUT_WAITING = replace(ROWS, line=None)
 
 
 def rows_picture(results: Sequence[Result]) -> str:
@@ -23,7 +25,7 @@ def rows_picture(results: Sequence[Result]) -> str:
     for number, (result, run) in enumerate(zip(results, runs, strict=True)):
         y = number * (TITLE_HEIGHT + HEIGHT)
         parts.append(text(f"{result.label}: rows of each step", LEFT, y + 22))
-        chart = over_time(run.steps, seconds, ROWS.layers, ROWS.title, least=top)
+        chart = over_time(run.steps, seconds, WITHOUT_WAITING, least=top)
         content = chart[chart.index(">") + 1 : chart.rindex("<")]  # without its own frame
         parts.append(element("g", content, transform=f"translate(0 {y + TITLE_HEIGHT})"))
     x = WIDTH - RIGHT

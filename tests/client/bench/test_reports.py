@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from client.bench import charts
-from client.bench.charts import COLUMNS, Layer, Scale, round_up
+from client.bench.charts import COLUMNS, Layer, Scale, StepChart, round_up
 from client.bench.figures import Limits
 from client.bench.report_html import comparison_page, result_page
 from client.bench.report_text import comparison, report, seconds
@@ -166,7 +166,7 @@ def test_many_short_steps_are_averaged() -> None:
     found = charts.resample(steps, 0.02 * COLUMNS, lambda s: s.num_decoding)
     assert found == pytest.approx([0.5] * COLUMNS, abs=0.05)
     layer = Layer("decoding", "decoding", lambda s: s.num_decoding)
-    svg = charts.over_time(steps, 0.02 * COLUMNS, [layer], "rows")
+    svg = charts.over_time(steps, 0.02 * COLUMNS, StepChart("rows", "", (layer,)))
     assert len(svg) < 60_000
 
 
