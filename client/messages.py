@@ -1,4 +1,4 @@
-"""Builds the request messages of both clients from Python arguments.
+"""Builds protobuf requests from Python arguments, for both clients.
 
 An argument that is not given stays unset in the message, so that the server's default (the model's
 generation_config) applies. The server validates values; here only types are checked, because a
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypedDict, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from protos import inference_pb2
@@ -172,6 +173,13 @@ def chat_messages(chat: Chat) -> inference_pb2.ChatMessages:
         _assign_field(added, "role", role)
         _assign_field(added, "content", content)
     return messages
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """All fields of a message by their protobuf names, unset ones with their defaults."""
+    return MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
 
 
 def _is_chat(prompt: Sequence[Any]) -> bool:

@@ -11,9 +11,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
-
-from google.protobuf.json_format import MessageToDict
+from typing import IO
 
 from client.aio import AsyncChairlift
 from client.bench import machine
@@ -26,6 +24,7 @@ from client.bench.replay import replay
 from client.bench.result import Result
 from client.bench.synthetic import Lengths, Recipe, make_requests
 from client.bench.workload import WorkloadRequest, read_workload
+from client.messages import as_dict
 from client.processes.launch import LaunchError
 from client.processes.local_server import LocalServer
 from client.terminal.streams import print_error
@@ -100,7 +99,7 @@ async def _measure(settings: Settings) -> Result:
             versions=machine.versions(),
             commit=machine.commit(),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
-            server={**_as_dict(model), **_as_dict(server)},
+            server={**as_dict(model), **as_dict(server)},
             label=settings.label,
         )
         await chairlift.complete(  # one-time costs of the first request
@@ -164,9 +163,3 @@ def _tail(log: IO[bytes]) -> str:
     size = os.fstat(log.fileno()).st_size
     end = os.pread(log.fileno(), _LOG_BYTES, max(0, size - _LOG_BYTES))
     return end.decode(errors="replace").rstrip()
-
-
-def _as_dict(message: Any) -> dict[str, Any]:
-    return MessageToDict(
-        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )

@@ -56,36 +56,22 @@ def add_parser(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "prompts",
-        nargs="*",
-        metavar="PROMPT",
-        help="- (default in a pipe) reads standard input",
+        "prompts", nargs="*", metavar="PROMPT", help="- (default in a pipe) reads standard input"
     )
     parser.add_argument(
         "--lines", action="store_true", help="standard input holds one prompt per line"
     )
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="send each PROMPT as a chat message",
-    )
+    parser.add_argument("--chat", action="store_true", help="send each PROMPT as a chat message")
     parser.add_argument("--system", metavar="TEXT", help="system message; implies --chat")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object per answer, as answers finish"
     )
     parser.add_argument(
-        "--concurrency",
-        type=int,
-        default=64,
-        metavar="N",
-        help="parallel requests (default: 64)",
+        "--concurrency", type=int, default=64, metavar="N", help="parallel requests (default: 64)"
     )
     parser.add_argument("--priority", type=int, metavar="N", help="lower values run first")
     parser.add_argument(
-        "--cache-salt",
-        default="",
-        metavar="TEXT",
-        help="share cached prefixes only with this salt",
+        "--cache-salt", default="", metavar="TEXT", help="share cached prefixes only with this salt"
     )
     add_sampling_options(parser, max_tokens=_DEFAULT_MAX_TOKENS, has_siblings=True)
     add_server_options(parser)

@@ -8,12 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict
-from google.protobuf.message import Message
-
 from client.blocking import Chairlift
 from client.commands.options import add_server_options
 from client.errors import ChairliftError, Unreachable
+from client.messages import as_dict
 from client.terminal.streams import printable
 from protos import admin_pb2, inference_pb2
 
@@ -42,13 +40,9 @@ def run(options: argparse.Namespace) -> int:
         cache = _try(chairlift.get_cache)
         live = _try(lambda: chairlift.list_requests(limit=_MAX_REQUESTS))
     if options.json:
-        parts: dict[str, Message | None] = {
-            "server": server,
-            "model": model,
-            "cache": cache,
-            "requests": live,
-        }
-        print(json.dumps({name: _as_dict(part) for name, part in parts.items()}, indent=2))
+        parts = {"server": server, "model": model, "cache": cache, "requests": live}
+        known = {name: part and as_dict(part) for name, part in parts.items()}
+        print(json.dumps(known, indent=2))
     else:
         text = report(options.address, server, model, cache, live)
         print(printable(text, sys.stdout))
@@ -91,21 +85,21 @@ def _cache_lines(cache: admin_pb2.GetCacheResponse) -> list[str]:
     size = cache.chunks_total * cache.chunk_bytes / 2**20
     line = f"cache     {_used(cache.chunks_total, cache.chunks_free)} of {size:.0f} MiB"
     if cache.tokens_stored:
-        line += f", their pages {cache.utilisation:.0%} full"
+        line += f", pages {cache.utilisation:.0%} full"
     lines = [f"{line}; page_size {cache.page_size}"]
     if cache.prefix_queries:
         hits = cache.prefix_hits / cache.prefix_queries
         cached = sum(group.blocks_cached for group in cache.groups)
         lines.append(
             f"prefixes  {hits:.0%} of {cache.prefix_queries} prompt tokens found; "
-            f"{cached} free blocks hold some"
+            f"{cached} free blocks still cached"
         )
     if cache.swap_chunks_total:
         lines.append(f"swap      {_used(cache.swap_chunks_total, cache.swap_chunks_free)}")
     preemptions = cache.offloads + cache.soft_resets
     if preemptions:
         lines.append(
-            f"shortage  {preemptions} preemptions: {cache.offloads} offloads "
+            f"preempted {preemptions} times: {cache.offloads} offloads "
             f"({cache.restores} restored), {cache.soft_resets} soft resets"
         )
     return lines
@@ -154,11 +148,3 @@ def _try(call: Callable[[], Any]) -> Any:
         raise
     except ChairliftError:
         return None
-
-
-def _as_dict(message: Message | None) -> dict[str, Any] | None:
-    if message is None:
-        return None
-    return MessageToDict(
-        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )

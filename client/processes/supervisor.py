@@ -77,7 +77,7 @@ class Supervisor:
         return None if self._restart_at is None else max(0.0, self._restart_at - time.monotonic())
 
     def _stop(self) -> None:
-        if not self._is_stopping:  # several signals may ask for it
+        if not self._is_stopping:  # the kernel may signal a parent's death repeatedly
             _report("stopping after running answers finish; Ctrl-C kills scheduler and worker")
             self._is_stopping = True
             self._scheduler.terminate()
@@ -101,7 +101,7 @@ class Supervisor:
         if self._exit_code is not None:  # both are being stopped
             return
         if code == FATAL_EXIT_CODE:
-            _report(f"the worker cannot serve this model ({_ending(code)}); stopping the scheduler")
+            _report(f"the worker cannot serve this ({_ending(code)}); stopping the scheduler")
             self._exit_code = code
             self._is_stopping = True
             self._scheduler.terminate()
@@ -156,7 +156,7 @@ def _ending(code: int) -> str:
 
 
 def _as_exit_code(code: int) -> int:
-    """As a shell reports it: 128 + n for a process that signal n ended."""
+    """The exit code a shell reports: 128 + n if signal n ended the process."""
     return code if code >= 0 else 128 - code
 
 
