@@ -11,8 +11,8 @@ from typing import Any
 from client.bench.arrivals import NOTATION as ARRIVALS
 from client.bench.arrivals import parse_arrivals
 from client.bench.measure import COMPARED, SYNTHETIC_REQUESTS, Settings, measure
-from client.bench.report_html import comparison_page, result_page
-from client.bench.report_text import comparison, report
+from client.bench.report_html import page
+from client.bench.report_text import report
 from client.bench.result import NotAResult, Result, read_result
 from client.bench.synthetic import NOTATION as LENGTHS
 from client.bench.synthetic import parse_lengths
@@ -127,13 +127,9 @@ def _measure(options: Settings) -> int:
 
 
 def _show(results: Sequence[Result], html: Path | None) -> None:
-    """Prints the report, or a comparison of several results; writes the same as a page."""
-    is_single = len(results) == 1
-    text = report(results[0]) if is_single else comparison(results)
-    print(printable(text, sys.stdout), flush=True)
+    print(printable(report(results), sys.stdout), flush=True)
     if html is not None:
-        page = result_page(results[0]) if is_single else comparison_page(results)
-        html.write_text(page, encoding="utf-8")
+        html.write_text(page(results), encoding="utf-8")
 
 
 def _positive(text: str) -> int:

@@ -10,7 +10,7 @@ from client.bench import charts
 from client.bench.charts import Layer, StepChart
 from client.bench.figures import Figures, Limits, e2e, tpot, ttft
 from client.bench.records import RequestRecord, Run
-from client.bench.report_text import facts_of, labelled, seconds, share, table_rows
+from client.bench.report_text import columns, facts_of, notes, seconds, share, table_rows
 from client.bench.result import Result
 
 STYLE = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
@@ -68,41 +68,30 @@ _COMPARED: dict[str, tuple[Callable[[Figures], float | None], Callable[[float], 
 }
 
 
-def result_page(result: Result) -> str:
-    """One result: its figures, what happened when, and the distribution of latencies."""
-    columns = result.figures()
-    firsts = [runs[0] for runs in result.systems().values()]
-    notes = "".join(f"<li>{_text(note)}" for note in result.notes())
-    return _page(
-        result.workload,
-        _facts(result),
-        _tiles(next(iter(columns.values()))),
-        *(_run(run) for run in [run for run in firsts if run.steps] or firsts[:1]),
-        _latencies({run.system: run.requests for run in firsts}),
-        _bars(columns) if len(columns) > 1 else "",
-        _table(columns, result.limits),
-        f"<h2>Notes</h2><ul>{notes}</ul>" if notes else "",
-    )
-
-
-def comparison_page(results: Sequence[Result]) -> str:
-    """Several results side by side, under their labels."""
-    named = labelled(results)
-    columns = {name: result.figures()[system] for name, (result, system) in named.items()}
-    firsts = {name: result.systems()[system][0] for name, (result, system) in named.items()}
-    heads = (
-        f"<div><h2>{_text(r.label)}: {_text(r.workload)}</h2>{_facts(r)}</div>" for r in results
-    )
-    return _page(
-        " · ".join(result.label for result in results),
-        f"<div class='beside wider'>{''.join(heads)}</div>",
-        _bars(columns),
+def page(results: Sequence[Result]) -> str:
+    """One result: figures, what happened when, and latencies. Or several side by side."""
+    found = columns(results)
+    figures = {name: each for name, (each, _) in found.items()}
+    firsts = {name: run for name, (_, run) in found.items()}
+    if len(results) == 1:
+        subtitle = results[0].workload
+        watched = [run for run in firsts.values() if run.steps] or list(firsts.values())[:1]
+        parts = [_facts(results[0]), _tiles(next(iter(figures.values()))), *map(_run, watched)]
+    else:
+        subtitle = " · ".join(result.label for result in results)
+        heads = [f"<h2>{_text(r.label)}: {_text(r.workload)}</h2>{_facts(r)}" for r in results]
+        parts = ["<div class='beside wider'><div>", "</div><div>".join(heads), "</div></div>"]
+    noted = "".join(f"<li>{_text(note)}" for note in notes(results))
+    parts += [
+        _bars(figures) if len(figures) > 1 else "",
         _latencies({name: run.requests for name, run in firsts.items()}),
-        _table(columns, results[0].limits),
-    )
+        _table(figures, results[0].limits),
+        f"<h2>Notes</h2><ul>{noted}</ul>" if noted else "",
+    ]
+    return _frame(subtitle, parts)
 
 
-def _page(subtitle: str, *parts: str) -> str:
+def _frame(subtitle: str, parts: Sequence[str]) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

@@ -5,39 +5,52 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from client.bench.figures import Figures, Limits, Spread
+from client.bench.records import Run
 from client.bench.result import Result
 
 UNKNOWN = "–"  # noqa: RUF001  # the usual mark for "no value" in tables
 
 
-def report(result: Result) -> str:
-    """The report on one result."""
-    turns = max(len(runs) for runs in result.systems().values())
-    facts = {"workload": result.workload, **facts_of(result)}
-    facts |= {"turns": f"{turns}, medians below"} if turns > 1 else {}
-    lines = [f"{name:8}  {value}" for name, value in facts.items()]
-    lines += ["", table(result.figures(), result.limits)]
-    ratios = result.ratios()
-    lines += [""] if ratios else []
+def report(results: Sequence[Result]) -> str:
+    """The report on one result, or a comparison of several under their labels."""
+    if len(results) == 1:
+        turns = max(len(runs) for runs in results[0].systems().values())
+        facts = {"workload": results[0].workload, **facts_of(results[0])}
+        facts |= {"turns": f"{turns}, medians below"} if turns > 1 else {}
+        lines = [f"{name:8}  {value}" for name, value in facts.items()]
+        ratios = results[0].ratios()
+    else:
+        lines = [f"{result.label}: {result.workload}; {result.arrivals}" for result in results]
+        ratios = {}
+    figures = {name: figures for name, (figures, _) in columns(results).items()}
+    lines += ["", table(figures, results[0].limits), *([""] if ratios else [])]
     for system, ratio in ratios.items():
         lines.append(f"chairlift gives {ratio:.2f} times the output tokens of {system}")
-    return "\n".join([*lines, *(f"note: {note}" for note in result.notes())])
+    return "\n".join([*lines, *(f"note: {note}" for note in notes(results))])
 
 
-def comparison(results: Sequence[Result]) -> str:
-    """Several results side by side, under their labels."""
-    columns = {name: found.figures()[system] for name, (found, system) in labelled(results).items()}
-    lines = [f"{result.label}: {result.workload}; {result.arrivals}" for result in results]
-    return "\n".join([*lines, "", table(columns, results[0].limits)])
+def columns(results: Sequence[Result]) -> dict[str, tuple[Figures, Run]]:
+    """The figures and the first run of each system, by the name of its column: the system of a
+    single result, the label of several, which must differ."""
+    found = {}
+    for result in results:
+        for system, figures in result.figures().items():
+            name = system
+            if len(results) > 1:
+                name = result.label if system == "chairlift" else f"{result.label}: {system}"
+            found[name] = (figures, result.systems()[system][0])
+    return found
 
 
-def labelled(results: Sequence[Result]) -> dict[str, tuple[Result, str]]:
-    """Every system of every result under a unique name; labels must differ."""
-    return {
-        (result.label if system == "chairlift" else f"{result.label}: {system}"): (result, system)
+def notes(results: Sequence[Result]) -> list[str]:
+    """The notes of all runs, each with its result (of several), system and turn."""
+    return [
+        (f"{result.label}: " if len(results) > 1 else "")
+        + f"{run.system}, turn {run.turn + 1}: {note}"
         for result in results
-        for system in result.systems()
-    }
+        for run in result.runs
+        for note in run.notes
+    ]
 
 
 def table(columns: Mapping[str, Figures], limits: Limits) -> str:

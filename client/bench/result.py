@@ -70,10 +70,6 @@ class Result:
         }
         return {system: statistics.median(found) for system, found in ratios.items() if found}
 
-    def notes(self) -> list[str]:
-        """The notes of all runs, each with its system and turn."""
-        return [f"{run.system}, turn {run.turn + 1}: {n}" for run in self.runs for n in run.notes]
-
     def write(self, path: Path) -> None:
         """Writes JSON, with the figures added for other programs."""
         content = {

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from client.bench.figures import Figures
-from client.bench.report_html import comparison_page
+from client.bench.report_html import page
 from client.bench.report_text import seconds
 from client.bench.result import Result, read_result
 from tests.bench.rows_picture import rows_picture
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"\n{table(workload, load, found)}")
                 firsts = [found[policy][0] for policy in POLICIES]
                 name = options.out / f"{workload}-{load}"
-                name.with_suffix(".html").write_text(comparison_page(firsts))
+                name.with_suffix(".html").write_text(page(firsts))
                 name.with_suffix(".svg").write_text(rows_picture(firsts))
     return 0
 

@@ -11,8 +11,8 @@ import pytest
 from client.bench import charts
 from client.bench.charts import COLUMNS, Layer, Scale, StepChart, round_up
 from client.bench.figures import Limits
-from client.bench.report_html import comparison_page, result_page
-from client.bench.report_text import comparison, report, seconds
+from client.bench.report_html import page as page_of
+from client.bench.report_text import report, seconds
 from tests.support.bench_records import request, result, step, two_requests
 
 HOSTILE = '<script>alert("&")</script>'
@@ -39,7 +39,7 @@ def pictures(page: str) -> list[ElementTree.Element]:
 
 def test_the_text_report_says_the_figures() -> None:
     """What one reads in a terminal, and pastes into an issue."""
-    text = report(result(two_requests(), two_requests("other"), limits=Limits(ttft=1.5)))
+    text = report([result(two_requests(), two_requests("other"), limits=Limits(ttft=1.5))])
     assert re.search(r"output tokens per second +0\.7 +0\.7", text)
     assert re.search(r"end to end +6 s / 7\.6 s / 7\.96 s", text)
     assert re.search(r"goodput \(ttft 1\.5 s\) +0\.1/s \(50%\)", text)
@@ -49,34 +49,32 @@ def test_the_text_report_says_the_figures() -> None:
 
 def test_goodput_is_left_out_where_nothing_limits_it() -> None:
     """100 % of no limit says nothing."""
-    assert "goodput" not in report(result())
+    assert "goodput" not in report([result()])
 
 
 def test_what_no_system_knows_is_left_out_and_what_some_know_is_a_dash() -> None:
     """Rows of dashes hide the rows that matter."""
     silent = two_requests("other")
     silent.steps = []
-    text = report(result(two_requests(), silent))
+    text = report([result(two_requests(), silent)])
     assert re.search(r"rows computed +4 \(25% wasted\) +–", text)  # noqa: RUF001
-    assert "rows computed" not in report(result(silent))
+    assert "rows computed" not in report([result(silent)])
 
 
 def test_notes_reach_the_reader() -> None:
     """A figure whose flaw is known and not told is a lie."""
     run = two_requests()
     run.notes.append("7 steps were missed")
-    assert "note: chairlift, turn 1: 7 steps were missed" in report(result(run))
-    assert "7 steps were missed" in result_page(result(run))
+    assert "note: chairlift, turn 1: 7 steps were missed" in report([result(run)])
+    assert "7 steps were missed" in page_of([result(run)])
 
 
 def test_a_comparison_has_a_column_per_result() -> None:
     """Static beside fifo is what this is for."""
     results = [result(label="static"), result(label="fifo")]
-    head = next(
-        line for line in comparison(results).splitlines() if "fifo" in line and ":" not in line
-    )
+    head = next(line for line in report(results).splitlines() if "fifo" in line and ":" not in line)
     assert head.split() == ["static", "fifo"]
-    page = comparison_page(results)
+    page = page_of(results)
     assert len(pictures(page)) >= 8
     assert page.count(">static<") >= 2
 
@@ -92,7 +90,7 @@ def test_seconds_have_three_digits(value: float, wanted: str) -> None:
 
 def test_the_page_needs_nothing_but_itself() -> None:
     """A report in an issue or on a machine without network must still show everything."""
-    tags = Tags(result_page(result(two_requests(), two_requests("other"))))
+    tags = Tags(page_of([result(two_requests(), two_requests("other"))]))
     assert tags.targets == []
     assert "script" not in tags.names
     assert tags.names.count("svg") >= 7
@@ -100,7 +98,7 @@ def test_the_page_needs_nothing_but_itself() -> None:
 
 def test_the_page_is_for_light_and_dark() -> None:
     """Colours that are written into a picture would suit one of them only."""
-    page = result_page(result())
+    page = page_of([result()])
     assert "prefers-color-scheme: dark" in page
     assert not re.search(r'(fill|stroke)="', page)
 
@@ -113,7 +111,7 @@ def test_what_comes_from_outside_is_escaped() -> None:
     hostile = result(run)
     hostile.workload = hostile.label = HOSTILE
     hostile.server = {"config": {HOSTILE: HOSTILE}, "model": HOSTILE}
-    for page in (result_page(hostile), comparison_page([hostile, hostile])):
+    for page in (page_of([hostile]), page_of([hostile, hostile])):
         assert "script" not in Tags(page).names
         assert pictures(page)
 
