@@ -55,7 +55,7 @@ class Scale:
         return self.start + (self.stop - self.start) * value / self.end
 
     def ticks(self, about: int) -> list[float]:
-        """About so many round numbers from 0 to the end."""
+        """Round numbers from 0 to the end, roughly `about` of them."""
         step = _round_step(self.end / about)
         return [number * step for number in range(math.floor(self.end / step + 1e-9) + 1)]
 

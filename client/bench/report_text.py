@@ -25,7 +25,7 @@ def report(results: Sequence[Result]) -> str:
     figures = {name: figures for name, (figures, _) in columns(results).items()}
     lines += ["", table(figures, results[0].limits), *([""] if ratios else [])]
     for system, ratio in ratios.items():
-        lines.append(f"chairlift gives {ratio:.2f} times the output tokens of {system}")
+        lines.append(f"chairlift: {ratio:.2f} times the output tokens per second of {system}")
     return "\n".join([*lines, *(f"note: {note}" for note in notes(results))])
 
 

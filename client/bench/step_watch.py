@@ -15,7 +15,7 @@ _GRACE_SECONDS = 0.2  # for the summaries of the last steps to arrive
 
 
 class StepWatch:
-    """Collects step summaries from `async with` to its end; `notes` tells what is missing."""
+    """Collects step summaries from `async with` to its end; `notes` lists what is missing."""
 
     def __init__(self, chairlift: AsyncChairlift) -> None:
         self.notes: list[str] = []

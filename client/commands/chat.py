@@ -37,7 +37,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         model = chairlift.model_info(timeout=10).model
         if sys.stdin.isatty():
             name = printable(model, sys.stdout)
-            print(f"{name} · Ctrl-C stops an answer, /reset starts anew, Ctrl-D leaves")
+            print(f"{name} · Ctrl-C stops an answer, /reset starts over, Ctrl-D leaves")
         return _converse(chairlift, options.system, sampling)
 
 

@@ -33,10 +33,9 @@ def main(arguments: list[str]) -> int:
         return subprocess.run([*scheduler_line, "--help"], check=False).returncode
     with worker_address(arguments) as (address, is_ours):
         own = ["--worker-address", address] if is_ours else []
-        # first, so that a given option overrides it
-        own_first = ["--exit-on-model-error=true"]
+        default = "--exit-on-model-error=true"  # first, so that a given option overrides it
         return Supervisor(
-            scheduler=launch.command("scheduler", [*own_first, *arguments, *own]),
+            scheduler=launch.command("scheduler", [default, *arguments, *own]),
             worker=launch.command("worker", ["--connect", address]),
         ).run()
 

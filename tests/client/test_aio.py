@@ -1,4 +1,4 @@
-"""The asyncio stub against the same server: where it could differ from its sync twin."""
+"""The asyncio client against the same server, where it could differ from the blocking one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def public(kind: type) -> dict[str, Callable[..., object]]:
     [(Chairlift, AsyncChairlift), (client.TokenStream, client.AsyncTokenStream)],
 )
 def test_the_twins_have_the_same_calls(sync: type, twin: type) -> None:
-    """Whoever knows one stub knows the other; a call added to one only would break that."""
+    """Whoever knows one client knows the other; a call added to one only would break that."""
     assert public(sync).keys() == public(twin).keys()
     for name, call in public(sync).items():
         ours = inspect.signature(public(twin)[name]).parameters
@@ -54,7 +54,7 @@ async def test_many_streams_side_by_side(chairlift: AsyncChairlift) -> None:
 
 
 async def test_siblings_and_unary(chairlift: AsyncChairlift) -> None:
-    """`answers` and `complete` share the transcript with the sync stub."""
+    """`answers` and `complete` share the transcript with the blocking client."""
     stream = chairlift.generate("count 1", n=2)
     assert [answer.text for answer in await stream.answers()] == ["w0 ", "(1)w0 "]
     assert stream.started is not None
@@ -123,7 +123,7 @@ async def test_cancel_ends_the_loop(chairlift: AsyncChairlift) -> None:
 
 
 async def test_errors_and_deadlines(chairlift: AsyncChairlift, engine: FakeEngine) -> None:
-    """The same exceptions as the sync stub's, from streams and from small calls."""
+    """The same exceptions as of the blocking client, from streams and from small calls."""
     with pytest.raises(client.InvalidRequest, match=r"^n is 0; allowed: >= 1$"):
         await chairlift.generate("fail INVALID_ARGUMENT n is 0; allowed: >= 1").text()
     with pytest.raises(client.DeadlineExceeded):
@@ -133,7 +133,7 @@ async def test_errors_and_deadlines(chairlift: AsyncChairlift, engine: FakeEngin
 
 
 async def test_nobody_there(nobody: str) -> None:
-    """As in the sync stub: address and way out."""
+    """As in the blocking client: address and way out."""
     async with AsyncChairlift(nobody) as chairlift:
         with pytest.raises(client.Unreachable, match=nobody):
             await chairlift.generate("count 1").text()

@@ -53,7 +53,7 @@ def test_loopback_is_recognised(target: str, is_local: bool) -> None:
 
 @pytest.mark.parametrize("target", ["[::1", "127.0.0.1:port", ":1", "no host:1"])
 async def test_a_target_that_is_none_is_named(target: str) -> None:
-    """A forgotten bracket is told in a sentence, by both stubs, not in a traceback."""
+    """A forgotten bracket is reported in a sentence, by both clients, not in a traceback."""
     with Chairlift(target) as chairlift, pytest.raises(ChairliftError, match=re.escape(target)):
         chairlift.server_info(timeout=5)
     async with AsyncChairlift(target) as chairlift:

@@ -43,7 +43,7 @@ def test_the_text_report_says_the_figures() -> None:
     assert re.search(r"output tokens per second +0\.7 +0\.7", text)
     assert re.search(r"end to end +6 s / 7\.6 s / 7\.96 s", text)
     assert re.search(r"goodput \(ttft 1\.5 s\) +0\.1/s \(50%\)", text)
-    assert "chairlift gives 1.00 times the output tokens of other" in text
+    assert "chairlift: 1.00 times the output tokens per second of other" in text
     assert "2 cores" in text
 
 
