@@ -16,11 +16,9 @@ def pack(state: State, step: InFlight) -> StepPlan:
     rows = state.rows
     query_start_loc = starts(step.num_new_tokens)
     table_start, blocks = rows.tables(step.rows)
-    sampling = step.named[step.sampled_for]  # rows that get a token
-    num_samples = len(sampling)
-    columns = rows.sampling_of(sampling)
-    multiplied, added = columns.penalties_off
-    logits_of, sample_logits = step.sampled, np.arange(num_samples, dtype=np.int32)
+    sampled_rows = step.named[step.sampled_for]
+    sampling = rows.sampling_of(sampled_rows)
+    logits_of, sample_logits = step.sampled, np.arange(len(sampled_rows), dtype=np.int32)
     if len(step.named) > len(step.rows):  # siblings are forked off, and sample the same logits
         logits_of, copies = np.unique(step.sampled, return_inverse=True)
         sample_logits = copies.astype(np.int32)
@@ -31,11 +29,6 @@ def pack(state: State, step: InFlight) -> StepPlan:
         swap_in=_triples(step.transfers.swap_in),
         copy=_triples(step.transfers.copy),
         init_rows=step.new_tenants,
-        init_prompt_lens=np.array(
-            [rows.running[row].num_prompt_tokens for row in step.new_tenants.tolist()], np.int32
-        ),
-        init_history_start=np.zeros(len(step.new_tenants) + 1, np.int32),
-        init_history=_none(),
         token_ids=_token_ids(state, step, query_start_loc),
         rows=step.rows,
         query_start_loc=query_start_loc,
@@ -45,27 +38,14 @@ def pack(state: State, step: InFlight) -> StepPlan:
         blocks=blocks,
         logits_indices=query_start_loc[1:][logits_of] - np.int32(1),
         sample_logits=sample_logits,
-        sample_rows=sampling,
-        temperature=columns.temperature,
-        top_k=columns.top_k,
-        top_p=columns.top_p,
-        min_p=columns.min_p,
-        u=uniforms(columns.stream, step.ends[step.sampled]),
-        repetition_penalty=multiplied,
-        frequency_penalty=added,
-        presence_penalty=added,
-        num_logprobs=columns.no_logprobs,
-        bias_start=np.zeros(num_samples + 1, np.int32),
-        bias_tokens=_none(),
-        bias_values=np.zeros(0, np.float32),
-        score_logits=_none(),
-        score_targets=_none(),
-        score_num_logprobs=_none(),
+        sample_rows=sampled_rows,
+        u=uniforms(sampling.streams, step.ends[step.sampled]),
+        sampling=sampling.parameters,
     )
 
 
 def _token_ids(state: State, step: InFlight, query_start_loc: Int32) -> Int32:
-    """The step's tokens [T]; the last known one, or one not known yet, comes from the arrays."""
+    """The step's tokens [T]: of decoding rows from the arrays, of chunks from their requests."""
     rows = state.rows
     first = step.ends - step.num_new_tokens
     known = rows.known[step.rows]
@@ -79,14 +59,10 @@ def _token_ids(state: State, step: InFlight, query_start_loc: Int32) -> Int32:
         start, count = int(first[place]), int(step.num_new_tokens[place])
         offset = query_start_loc[place]
         tokens = step.requests[place].token_ids[start : start + count]
-        # none: an ended row of a static batch, past what it kept, where any token will do
+        # empty for an ended row of a static batch past its last token, where any token will do
         token_ids[offset : offset + count] = tokens or rows.last_token[step.rows[place]]
     return token_ids
 
 
 def _triples(triples: list[tuple[int, int, int]]) -> Int32:
     return np.array(triples, np.int32).reshape(len(triples), 3)
-
-
-def _none() -> Int32:
-    return np.zeros(0, np.int32)

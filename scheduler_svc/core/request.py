@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protos.plan import Int32
+from protos.sampling import SamplerParameters
 
 NO_ROW: Final = -1
 
@@ -33,13 +34,9 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(SamplerParameters):
     """How to choose tokens; every value is resolved and valid (the API checks them)."""
 
-    temperature: float = 1.0  # 0 = greedy
-    top_k: int = 0  # 0 = off
-    top_p: float = 1.0
-    min_p: float = 0.0
     seed: int = 0  # 0 <= seed < 2^63
     stop_token_ids: frozenset[int] = frozenset()  # EOS included, unless it is to be ignored
 

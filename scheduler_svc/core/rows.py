@@ -10,13 +10,15 @@ stored by plans in flight), `known` is what has *come back*.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from protos.plan import Float32, Int32
+from protos.plan import Arrays, Int32
+from protos.sampling import SAMPLER_FIELDS
 from scheduler_svc.core.request import NO_ROW, Request
 from scheduler_svc.core.seeds import streams
 
@@ -26,15 +28,31 @@ NO_TOKEN: Final = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingColumns:
-    """How some rows sample, and what this version leaves neutral. All [n]."""
+    """Sampling parameters of some rows. All [n]."""
 
-    temperature: Float32
-    top_k: Int32
-    top_p: Float32
-    min_p: Float32
-    stream: npt.NDArray[np.uint64]
-    penalties_off: tuple[Float32, Float32]  # the one that multiplies, those that are added
-    no_logprobs: Int32
+    streams: npt.NDArray[np.uint64]  # that their uniform numbers are drawn from (seeds.py)
+    parameters: Arrays  # one array for each of SAMPLER_FIELDS
+
+
+_Gathered = TypeVar("_Gathered")
+
+
+class _LastGather(Generic[_Gathered]):
+    """What was gathered last, for as long as it is asked for of the same rows: decode steps gather
+    once, not step after step. Read only."""
+
+    def __init__(self, gather: Callable[[Int32], _Gathered]) -> None:
+        self._gather = gather
+        self._last: tuple[bytes, _Gathered] | None = None
+
+    def __call__(self, rows: Int32) -> _Gathered:
+        key = rows.tobytes()
+        if self._last is None or self._last[0] != key:
+            self._last = key, self._gather(rows)
+        return self._last[1]
+
+    def forget(self) -> None:
+        self._last = None
 
 
 class Rows:
@@ -59,11 +77,10 @@ class Rows:
         self.generation = np.zeros(num_rows, np.int32)  # [N] counts the tenants that have left
         self.published = np.zeros(num_rows, np.int32)  # [N] pages named in the prefix cache
 
-        self.temperature = np.zeros(num_rows, np.float32)  # [N]
-        self.top_k = np.zeros(num_rows, np.int32)  # [N]
-        self.top_p = np.ones(num_rows, np.float32)  # [N]
-        self.min_p = np.zeros(num_rows, np.float32)  # [N]
-        self.stream = np.zeros(num_rows, np.uint64)  # [N] of its uniform numbers (seeds.py)
+        self.sampling = SamplingColumns(  # [N]
+            np.zeros(num_rows, np.uint64),
+            {name: np.zeros(num_rows, entry.dtype) for name, entry in SAMPLER_FIELDS.items()},
+        )
         self.stop_ids = np.full((MAX_STOP_IDS, num_rows), NO_TOKEN, np.int32)  # [K, N]
         self.has_more_stops = np.zeros(num_rows, np.bool_)  # [N] than K: ask the request
 
@@ -75,9 +92,8 @@ class Rows:
         self.running: dict[int, Request] = {}  # row → request, in order of admission
         self._free = list(range(num_rows - 1, -1, -1))
         self._order: Int32 | None = None
-        # what was gathered last, and of which rows; dropped with every new tenant
-        self._columns: tuple[bytes, SamplingColumns] | None = None
-        self._tenants: tuple[bytes, list[Request]] | None = None
+        self.sampling_of = _LastGather(self._gather_sampling)
+        self.tenants = _LastGather(self._gather_tenants)
 
     @property
     def num_free(self) -> int:
@@ -99,7 +115,8 @@ class Rows:
         request.row = row
         self.running[row] = request
         self._order = None
-        self._columns = self._tenants = None
+        self.sampling_of.forget()
+        self.tenants.forget()
         self.computed[row] = 0
         self.known[row] = len(request.token_ids)
         self.outstanding[row] = 0
@@ -117,11 +134,9 @@ class Rows:
         self.table_first[:, row] = 0
         self.table_len[:, row] = 0
         sampling = request.sampling
-        self.temperature[row] = sampling.temperature
-        self.top_k[row] = sampling.top_k
-        self.top_p[row] = sampling.top_p
-        self.min_p[row] = sampling.min_p
-        self.stream[row] = streams(
+        for name, column in self.sampling.parameters.items():
+            column[row] = getattr(sampling, name)
+        self.sampling.streams[row] = streams(
             np.array([sampling.seed], np.uint64), np.array([request.index], np.uint64)
         )[0]
         stops = sorted(sampling.stop_token_ids)
@@ -157,28 +172,13 @@ class Rows:
         goes_on: npt.NDArray[np.bool_] = self.unplanned[rows] > 0
         return goes_on
 
-    def sampling_of(self, rows: Int32) -> SamplingColumns:
-        """Gathered once for as long as the same tenants sample, step after step; read only."""
-        key = rows.tobytes()
-        if self._columns is None or self._columns[0] != key:
-            columns = SamplingColumns(
-                temperature=self.temperature[rows],
-                top_k=self.top_k[rows],
-                top_p=self.top_p[rows],
-                min_p=self.min_p[rows],
-                stream=self.stream[rows],
-                penalties_off=(np.ones(len(rows), np.float32), np.zeros(len(rows), np.float32)),
-                no_logprobs=np.full(len(rows), -1, np.int32),
-            )
-            self._columns = key, columns
-        return self._columns[1]
+    def _gather_sampling(self, rows: Int32) -> SamplingColumns:
+        columns = self.sampling.parameters.items()
+        parameters = {name: column[rows] for name, column in columns}
+        return SamplingColumns(self.sampling.streams[rows], parameters)
 
-    def tenants(self, rows: Int32) -> list[Request]:
-        """Whose the rows are; the same list for as long as it is asked for again. Read only."""
-        key = rows.tobytes()
-        if self._tenants is None or self._tenants[0] != key:
-            self._tenants = key, list(map(self.running.__getitem__, rows.tolist()))
-        return self._tenants[1]
+    def _gather_tenants(self, rows: Int32) -> list[Request]:
+        return list(map(self.running.__getitem__, rows.tolist()))
 
     def may_stop(self, rows: Int32, token_ids: Int32) -> npt.NDArray[np.bool_]:
         """Which rows may end with these tokens by a stop token, for the request to say. [n]"""

@@ -85,12 +85,8 @@ def hit_rate(trace: list[list[int]], reclaims_newest: bool) -> float:
 def without_model(plan: StepPlan) -> StepResult:
     """Answers with token 0: what is generated does not matter here."""
     samples = len(plan.sample_logits)
-    nothing = np.zeros(0, np.int32)
-    return StepResult(
-        plan.step_id, 0, 0, np.zeros(samples, np.int32), np.ones(len(plan.rows), np.int32),
-        np.zeros(samples, np.float32), np.zeros(samples, np.int32),
-        np.zeros(samples + 1, np.int32), nothing, nothing.astype(np.float32),
-    )  # fmt: skip
+    token_ids, is_finite = np.zeros(samples, np.int32), np.ones(len(plan.rows), np.int32)
+    return StepResult(plan.step_id, 0, 0, token_ids, is_finite)
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ def batches(workload: str, num_blocks: int, max_batch_tokens: int) -> list[list[
         if was_empty:
             found.append([int(request.request_id) for request in state.rows.running.values()])
         samples, rows = len(step.sampled), len(step.rows)
-        zeros, nothing = np.zeros(samples, np.int32), np.zeros(0, np.int32)
+        zeros = np.zeros(samples, np.int32)
         absorb(
             state,
             StepResult(
@@ -47,11 +47,6 @@ def batches(workload: str, num_blocks: int, max_batch_tokens: int) -> list[list[
                 queue_microseconds=0,
                 token_ids=zeros,
                 is_finite=np.ones(rows, np.int32),
-                logprobs=zeros.astype(np.float32),
-                ranks=zeros,
-                top_start=np.zeros(samples + 1, np.int32),
-                top_ids=nothing,
-                top_logprobs=nothing.astype(np.float32),
             ),
         )
     return found

@@ -110,19 +110,7 @@ def test_a_plan_and_its_result_cross_unchanged(
     assert got.blocks.tolist() == plan.blocks.tolist()
     assert got.u.tolist() == plan.u.tolist()
 
-    none = np.zeros(0, np.int32)
-    result = StepResult(
-        0,
-        12,
-        3,
-        np.array([41], np.int32),
-        np.ones(1, np.int32),
-        np.zeros(1, np.float32),
-        np.zeros(1, np.int32),
-        np.zeros(2, np.int32),
-        none,
-        np.zeros(0, np.float32),
-    )
+    result = StepResult(0, 12, 3, np.array([41], np.int32), np.ones(1, np.int32))
     counts, payload = encode_result(result)
     dealer.say(
         step_result=link_pb2.StepResult(

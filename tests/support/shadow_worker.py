@@ -130,20 +130,16 @@ class ShadowWorker:
         forked = plan.rows[sampled_place] != plan.sample_rows
         assert set(plan.sample_rows[forked].tolist()) <= set(plan.init_rows.tolist())
         assert not set(plan.sample_rows[forked].tolist()) & set(plan.rows.tolist())
-        token_ids = choose(sums[sampled_place], plan.u, plan.temperature, self.vocab_size)
+        token_ids = choose(
+            sums[sampled_place], plan.u, plan.sampling["temperature"], self.vocab_size
+        )
         self.last_token[plan.sample_rows] = token_ids
-        samples = len(token_ids)
         return StepResult(
             step_id=plan.step_id,
             device_microseconds=0,
             queue_microseconds=0,
             token_ids=token_ids,
             is_finite=np.ones(len(plan.rows), np.int32),
-            logprobs=np.zeros(samples, np.float32),
-            ranks=np.zeros(samples, np.int32),
-            top_start=np.zeros(samples + 1, np.int32),
-            top_ids=np.zeros(0, np.int32),
-            top_logprobs=np.zeros(0, np.float32),
         )
 
     def _move(self, plan: StepPlan) -> None:

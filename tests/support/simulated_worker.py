@@ -49,11 +49,6 @@ def result_of(plan: StepPlan, vocab_size: int) -> StepResult:
         queue_microseconds=0,
         token_ids=np.full(samples, plan.step_id % vocab_size, np.int32),
         is_finite=np.ones(len(plan.rows), np.int32),
-        logprobs=np.zeros(samples, np.float32),
-        ranks=np.zeros(samples, np.int32),
-        top_start=np.zeros(samples + 1, np.int32),
-        top_ids=np.zeros(0, np.int32),
-        top_logprobs=np.zeros(0, np.float32),
     )
 
 

@@ -125,11 +125,6 @@ def _result(step: InFlight, seconds: float) -> StepResult:
         queue_microseconds=0,
         token_ids=np.zeros(samples, np.int32),
         is_finite=np.ones(rows, np.int32),
-        logprobs=np.zeros(samples, np.float32),
-        ranks=np.zeros(samples, np.int32),
-        top_start=np.zeros(samples + 1, np.int32),
-        top_ids=np.zeros(0, np.int32),
-        top_logprobs=np.zeros(0, np.float32),
     )
 
 

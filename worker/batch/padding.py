@@ -1,4 +1,4 @@
-"""Which shape a step is padded to. Pure arithmetic.
+"""Chooses the shape that a step is padded to. Pure arithmetic.
 
 A CUDA graph replays one shape, so steps are padded to few shapes: decode steps (every request one
 token) to sizes that lie close together, mixed steps to powers of two. Lengths of sequences need no
@@ -37,8 +37,8 @@ class PaddedShape:
 def row_shape(
     num_tokens: int, num_requests: int, num_logits: int, longest_query: int, multiple: int
 ) -> PaddedShape:
-    """Tokens and logits at the next multiple: what an eager step needs, or nothing at all for
-    `multiple` 1. Each token added is a request of its own; where there are none, none are added."""
+    """Tokens and logits rounded up to `multiple`, for an eager step. Each added token is a request
+    of its own, and none is added to none."""
     padding = -num_tokens % multiple
     return PaddedShape(
         num_tokens + padding,
@@ -50,7 +50,7 @@ def row_shape(
 
 @dataclass(frozen=True, slots=True)
 class PaddedShapes:
-    """The shapes of a worker; `multiple` is what deterministic mode needs of every shape."""
+    """A worker's static shapes, all of them multiples of `multiple`."""
 
     max_batch_tokens: int
     max_requests: int
@@ -73,11 +73,8 @@ class PaddedShapes:
 
     @property
     def most_tokens(self) -> int:
+        """Tokens of the largest shape, and its logits."""
         return max(self.decode_sizes[-1], self.mixed_sizes[-1])
-
-    @property
-    def most_logits(self) -> int:
-        return self.most_tokens
 
     def decode(self, size: int) -> PaddedShape:
         return PaddedShape(size, size, size, 1, is_static=True)
@@ -85,7 +82,7 @@ class PaddedShapes:
     def shape_of(
         self, num_tokens: int, num_requests: int, num_logits: int, longest_query: int
     ) -> PaddedShape | None:
-        """The smallest shape that holds such a step; None where none does, or nothing is there."""
+        """The smallest static shape that holds such a step; None if it is empty or none does."""
         if num_tokens == 0:
             return None
         if longest_query == 1 and num_tokens <= self.decode_sizes[-1]:
@@ -94,7 +91,7 @@ class PaddedShapes:
             return None
         tokens = _at_least(self.mixed_sizes, num_tokens)
         logits = _at_least(_powers_of_two(_FEWEST_LOGITS, tokens, self.multiple), num_logits)
-        # what a chunk's length may be is unknown to a shape, so the bound is the whole step
+        # a chunk may be as long as the step
         return PaddedShape(tokens, self._mixed_requests(tokens), logits, tokens, is_static=True)
 
     def _mixed_requests(self, tokens: int) -> int:
