@@ -122,7 +122,7 @@ def empty_plan(num_groups: int) -> StepPlan:
     """A plan, step 0, of a step that does nothing."""
     counts = [num_groups if symbol == "G" else 0 for symbol in PLAN_DIMENSIONS]
     shapes = _shapes(counts, PLAN_LAYOUT, PLAN_DIMENSIONS)
-    arrays = {name: np.zeros(shape, dtype) for name, dtype, shape in shapes}
+    arrays = {name: np.zeros(shapes[name], dtype) for name, dtype, _ in PLAN_LAYOUT}
     return StepPlan.from_arrays(0, False, arrays)
 
 
@@ -154,18 +154,15 @@ def decode_result(
     return StepResult(step_id, device_us, queue_us, **arrays)
 
 
-_Shapes = list[tuple[str, type[np.generic], tuple[int, ...]]]
-
-
-def _shapes(counts: Sequence[int], layout: Layout, dimensions: tuple[str, ...]) -> _Shapes:
-    """The layout with numbers for its symbols."""
+def _shapes(
+    counts: Sequence[int], layout: Layout, dimensions: tuple[str, ...]
+) -> dict[str, tuple[int, ...]]:
+    """The shape of each array, of the numbers that its symbols stand for."""
     if len(counts) != len(dimensions) or min(counts) < 0:
         raise LayoutError(f"counts are {list(counts)}; allowed: one, from 0, for each {dimensions}")
     sizes: dict[str | int, int] = dict(zip(dimensions, counts, strict=True))
     sizes |= {f"{symbol}+1": size + 1 for symbol, size in sizes.items()} | {3: 3}
-    return [
-        (name, dtype, tuple(sizes[length] for length in shape)) for name, dtype, shape in layout
-    ]
+    return {name: tuple(sizes[length] for length in shape) for name, _, shape in layout}
 
 
 def _encode(arrays: Arrays, layout: Layout, dimensions: tuple[str, ...]) -> tuple[list[int], bytes]:
@@ -173,25 +170,24 @@ def _encode(arrays: Arrays, layout: Layout, dimensions: tuple[str, ...]) -> tupl
     for name, _, shape in reversed(layout):
         sizes |= zip(shape, arrays[name].shape, strict=False)
     counts = [sizes.get(symbol, 0) for symbol in dimensions]
-    for name, dtype, shape in _shapes(counts, layout, dimensions):
-        if arrays[name].dtype != dtype or arrays[name].shape != shape:
-            found = f"{arrays[name].dtype}{arrays[name].shape}"
-            raise LayoutError(
-                f"{name} is {found}; in this plan it must be {np.dtype(dtype)}{shape}"
-            )
+    shapes = _shapes(counts, layout, dimensions)
+    for name, dtype, _ in layout:
+        found, wanted = (arrays[name].dtype, arrays[name].shape), (np.dtype(dtype), shapes[name])
+        if found != wanted:
+            raise LayoutError(f"{name} is {found[0]}{found[1]}; allowed: {wanted[0]}{wanted[1]}")
     return counts, b"".join(arrays[name].tobytes() for name, _, _ in layout)
 
 
 def _decode(
     counts: Sequence[int], buffer: bytes | memoryview, layout: Layout, dimensions: tuple[str, ...]
-) -> dict[str, Any]:
+) -> dict[str, npt.NDArray[Any]]:
+    shapes = _shapes(counts, layout, dimensions)
+    num_bytes = 4 * sum(map(math.prod, shapes.values()))
+    if num_bytes != len(buffer):
+        raise LayoutError(f"the buffer has {len(buffer)} bytes; the counts give {num_bytes}")
     arrays, offset = {}, 0
-    for name, dtype, shape in _shapes(counts, layout, dimensions):
-        size = math.prod(shape)
-        if offset + 4 * size > len(buffer):
-            raise LayoutError(f"the buffer of {len(buffer)} bytes ends inside {name}")
-        arrays[name] = np.frombuffer(buffer, dtype, size, offset).reshape(shape)
+    for name, dtype, _ in layout:
+        size = math.prod(shapes[name])
+        arrays[name] = np.frombuffer(buffer, dtype, size, offset).reshape(shapes[name])
         offset += 4 * size
-    if offset != len(buffer):
-        raise LayoutError(f"the buffer has {len(buffer)} bytes; the counts give {offset}")
     return arrays

@@ -35,37 +35,31 @@ class PlanBounds:
 
 def check_plan(plan: StepPlan, bounds: PlanBounds) -> None:
     """Raises InvalidPlan."""
-    num_rows, num_groups = bounds.num_rows, len(bounds.groups)
-    for name, count, limit in (
-        ("tokens", len(plan.token_ids), bounds.max_tokens),
-        ("logits", len(plan.logits_indices), bounds.max_tokens),
-        ("requests", len(plan.rows), num_rows),
-        ("new tenants", len(plan.init_rows), num_rows),
-        ("samples", len(plan.sample_rows), num_rows),
-        ("block table entries", len(plan.blocks), bounds.max_blocks),
+    num_rows, num_groups, max_tokens = bounds.num_rows, len(bounds.groups), bounds.max_tokens
+    for name, limit, first, last in (
+        ("token_ids", max_tokens, UNKNOWN_TOKEN, bounds.num_embeddings - 1),
+        ("logits_indices", max_tokens, 0, len(plan.token_ids) - 1),
+        ("rows", num_rows, 0, num_rows - 1),
+        ("init_rows", num_rows, 0, num_rows - 1),
+        ("sample_rows", num_rows, 0, num_rows - 1),  # or siblings, which compute nothing yet
+        ("sample_logits", num_rows, 0, len(plan.logits_indices) - 1),
     ):
-        if count > limit:
-            raise InvalidPlan(f"the plan has {count} {name}; this worker allows at most {limit}")
-    # samples may name rows that compute nothing yet: siblings that are forked off
-    for name, first, last in (
-        *((name, 0, num_rows - 1) for name in ("rows", "init_rows", "sample_rows")),
-        ("token_ids", UNKNOWN_TOKEN, bounds.num_embeddings - 1),
-        ("logits_indices", 0, len(plan.token_ids) - 1),
-        ("sample_logits", 0, len(plan.logits_indices) - 1),
-    ):
-        _check_range(name, getattr(plan, name), first, last)
-    query_lens = np.diff(plan.query_start_loc)
+        values = getattr(plan, name)
+        if len(values) > limit:
+            raise InvalidPlan(f"{name} has {len(values)} entries; this worker allows {limit}")
+        _check_range(name, values, first, last)
     _check_offsets("query_start_loc", plan.query_start_loc, 0, len(plan.token_ids), "tokens")
+    query_lens = np.diff(plan.query_start_loc)
     if np.any(query_lens < 1) or np.any(plan.seq_lens < query_lens):
         raise InvalidPlan(
             f"queries have lengths {query_lens.tolist()} and end at seq_lens "
             f"{plan.seq_lens.tolist()}; lengths must lie between 1 and seq_lens"
         )
     _check_moves(plan, bounds)
-    if len(plan.table_start) != num_groups:
+    if len(plan.table_start) != num_groups or len(plan.blocks) > bounds.max_blocks:
         raise InvalidPlan(
             f"the plan has tables of {len(plan.table_start)} cache groups; the model has "
-            f"{num_groups}"
+            f"{num_groups}; and {len(plan.blocks)} blocks of at most {bounds.max_blocks}"
         )
     ends = [0, *plan.table_start[:-1, -1].tolist(), len(plan.blocks)]
     for index, start in enumerate(plan.table_start):

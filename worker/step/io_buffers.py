@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Final
+from typing import Annotated, Final, get_type_hints
 
 import numpy as np
 import torch
@@ -42,45 +42,30 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceInputs:
-    """What the forward reads, on the device, cut to a shape of T tokens, R requests, L logits."""
+    """What the forward reads, on the device, cut to a padded shape: dtypes and lengths."""
 
-    token_ids: torch.Tensor  # int64 [T] UNKNOWN_TOKEN = the last sampled token of token_rows
-    token_rows: torch.Tensor  # int64 [T]
-    positions: torch.Tensor  # int64 [T]
-    logits_indices: torch.Tensor  # int64 [L]
-    query_start_loc: torch.Tensor  # int32 [R+1]
-    seq_lens: torch.Tensor  # int32 [R]
+    token_ids: Annotated[torch.Tensor, "int64 tokens"]  # UNKNOWN_TOKEN: last sample of token_rows
+    token_rows: Annotated[torch.Tensor, "int64 tokens"]
+    positions: Annotated[torch.Tensor, "int64 tokens"]
+    logits_indices: Annotated[torch.Tensor, "int64 logits"]
+    query_start_loc: Annotated[torch.Tensor, "int32 requests+1"]
+    seq_lens: Annotated[torch.Tensor, "int32 requests"]
     groups: tuple[GroupTables, ...]
 
 
-_Layout = dict[str, tuple[torch.dtype, tuple[str, ...]]]  # dtype, and shape by Capacity
-_FORWARD: Final[_Layout] = {
-    "token_ids": (torch.int64, ("tokens",)),
-    "token_rows": (torch.int64, ("tokens",)),
-    "positions": (torch.int64, ("tokens",)),
-    "logits_indices": (torch.int64, ("logits",)),
-    "query_start_loc": (torch.int32, ("requests+1",)),
-    "seq_lens": (torch.int32, ("requests",)),
+# name → dtype and lengths, as attributes of Capacity
+_HINTS: Final = get_type_hints(DeviceInputs, include_extras=True)
+_FORWARD: Final = {n: hint.__metadata__[0] for n, hint in _HINTS.items() if n != "groups"}
+_TABLES: Final = {
+    "table_start": "int32 groups requests+1",
+    "first_positions": "int32 groups requests",
+    "slot_mapping": "int64 groups tokens",
 }
-_TABLES: Final[_Layout] = {
-    "table_start": (torch.int32, ("groups", "requests+1")),
-    "first_positions": (torch.int32, ("groups", "requests")),
-    "slot_mapping": (torch.int64, ("groups", "tokens")),
-}
-_SAMPLES: Final[_Layout] = {
-    "init_rows": (torch.int64, ("samples",)),
-    "sample_logits": (torch.int64, ("samples",)),
-    "sample_rows": (torch.int64, ("samples",)),
-    "u": (torch.float32, ("samples",)),
-}
-_PARAMETERS: Final[_Layout] = {
-    name: (getattr(torch, entry.dtype), ("samples",)) for name, entry in SAMPLER_FIELDS.items()
-}
-_DERIVED: Final[_Layout] = {
-    "sample_order": (torch.int64, ("samples",)),
-    "blocks": (torch.int32, ("blocks",)),
-}
-_LAYOUT: Final = _FORWARD | _TABLES | _SAMPLES | _PARAMETERS | _DERIVED
+_INDICES: Final = dict.fromkeys(("init_rows", "sample_logits", "sample_rows"), "int64 samples")
+_SAMPLES: Final = _INDICES | {"u": "float32 samples"}
+_PARAMETERS: Final = {name: f"{entry.dtype} samples" for name, entry in SAMPLER_FIELDS.items()}
+_DERIVED: Final = {"sample_order": "int64 samples", "blocks": "int32 blocks"}
+_LAYOUT: Final[dict[str, str]] = _FORWARD | _TABLES | _SAMPLES | _PARAMETERS | _DERIVED
 
 
 class InputBuffer:
@@ -90,8 +75,9 @@ class InputBuffer:
         sizes = asdict(capacity) | {"requests+1": capacity.requests + 1}
         places: dict[str, tuple[int, torch.dtype, list[int]]] = {}  # name → offset, dtype, shape
         num_bytes = 0
-        for name, (dtype, dimensions) in _LAYOUT.items():
-            shape = [sizes[dimension] for dimension in dimensions]
+        for name, entry in _LAYOUT.items():
+            kind, *lengths = entry.split()
+            dtype, shape = getattr(torch, kind), [sizes[length] for length in lengths]
             places[name] = (num_bytes, dtype, shape)
             num_bytes += -(-dtype.itemsize * math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
         self.host = host_zeros(num_bytes, device)
@@ -131,11 +117,12 @@ class InputBuffer:
 
     def read(self, shape: PaddedShape) -> DeviceInputs:
         """The device's side as the forward wants it. Fixed addresses, whatever is written."""
+        requests = shape.num_requests
         lengths = {"tokens": shape.num_tokens, "logits": shape.num_logits}
-        lengths |= {"requests": shape.num_requests, "requests+1": shape.num_requests + 1}
+        lengths |= {"requests": requests, "requests+1": requests + 1}
         step = {
-            name: self._tensors[name][..., : lengths[dimensions[-1]]]
-            for name, (_, dimensions) in (_FORWARD | _TABLES).items()
+            name: self._tensors[name][..., : lengths[entry.split()[-1]]]
+            for name, entry in (_FORWARD | _TABLES).items()
         }
         blocks = self._tensors["blocks"]
         groups = tuple(
