@@ -159,7 +159,7 @@ def test_plan_that_does_not_fit_the_layout_is_refused(
     scheduler.configure()
     session = link.accept()
     scheduler.send(
-        b"1234", step_plan=link_pb2.StepPlan(step_id=1, counts=[0] * len(PLAN_DIMENSIONS))
+        b"12345678", step_plan=link_pb2.StepPlan(step_id=1, counts=[0] * len(PLAN_DIMENSIONS))
     )
     with pytest.raises(PlanRefused, match="step 1: the buffer"):
         session.receive()
