@@ -16,6 +16,7 @@ import zmq.auth
 
 from protos import link_pb2
 from protos.plan import StepResult, decode_plan, encode_result
+from protos.session import PROTOCOL
 from scheduler_svc.core.commit import commit
 from scheduler_svc.core.decide import decide
 from scheduler_svc.core.limits import Limits
@@ -47,7 +48,7 @@ class Dealer:
         frames = [envelope.SerializeToString()]
         self.socket.send_multipart(frames if buffer is None else [*frames, buffer])
 
-    def hello(self, protocol: int = 1) -> None:
+    def hello(self, protocol: int = PROTOCOL) -> None:
         self.say(to=0, hello=link_pb2.Hello(protocol=protocol, host="h", pid=1, version="0"))
 
     def hear(self, kind: str) -> tuple[link_pb2.Envelope, list[bytes]]:
