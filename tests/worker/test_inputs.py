@@ -136,6 +136,14 @@ def test_sliding_tables_must_reach_back_as_far_as_the_window():
         ({"table_start": [[-2, 3, 5]]}, r"table_start is \[-2, 3, 5\]"),
         ({"table_start": [[0, 6, 5]]}, r"table_start is \[0, 6, 5\]"),
         ({"sample_logits": [1]}, r"sample_logits must lie in 0\.\.0"),
+        ({"rows": [7, 8]}, r"rows must lie in 0\.\.7, but contain \[8\]"),
+        ({"token_ids": [-2, 11, 12, 13, 300]}, r"token_ids .* contain \[-2, 300\]"),
+        ({"blocks": [5] * 17}, "blocks has 17 entries; allowed: 16"),
+        ({"init_rows": [0] * 9}, "init_rows has 9 entries; allowed: 8"),
+        (
+            {"table_start": [[0, 3, 5], [4, 4, 5]], "first_positions": [[0, 0]] * 2},
+            "2 cache groups",
+        ),
     ],
     ids=str,
 )

@@ -35,7 +35,7 @@ class PlanBounds:
 
 def check_plan(plan: StepPlan, bounds: PlanBounds) -> None:
     """Raises InvalidPlan."""
-    num_rows, num_groups, max_tokens = bounds.num_rows, len(bounds.groups), bounds.max_tokens
+    num_rows, max_tokens = bounds.num_rows, bounds.max_tokens
     for name, limit, first, last in (
         ("token_ids", max_tokens, UNKNOWN_TOKEN, bounds.num_embeddings - 1),
         ("logits_indices", max_tokens, 0, len(plan.token_ids) - 1),
@@ -46,7 +46,7 @@ def check_plan(plan: StepPlan, bounds: PlanBounds) -> None:
     ):
         values = getattr(plan, name)
         if len(values) > limit:
-            raise InvalidPlan(f"{name} has {len(values)} entries; this worker allows {limit}")
+            raise InvalidPlan(f"{name} has {len(values)} entries; allowed: {limit}")
         _check_range(name, values, first, last)
     _check_offsets("query_start_loc", plan.query_start_loc, 0, len(plan.token_ids), "tokens")
     query_lens = np.diff(plan.query_start_loc)
@@ -56,10 +56,12 @@ def check_plan(plan: StepPlan, bounds: PlanBounds) -> None:
             f"{plan.seq_lens.tolist()}; lengths must lie between 1 and seq_lens"
         )
     _check_moves(plan, bounds)
-    if len(plan.table_start) != num_groups or len(plan.blocks) > bounds.max_blocks:
+    if len(plan.blocks) > bounds.max_blocks:
+        raise InvalidPlan(f"blocks has {len(plan.blocks)} entries; allowed: {bounds.max_blocks}")
+    num_groups, expected = len(plan.table_start), len(bounds.groups)
+    if num_groups != expected:
         raise InvalidPlan(
-            f"the plan has tables of {len(plan.table_start)} cache groups; the model has "
-            f"{num_groups}; and {len(plan.blocks)} blocks of at most {bounds.max_blocks}"
+            f"the plan has tables of {num_groups} cache groups; the model has {expected}"
         )
     ends = [0, *plan.table_start[:-1, -1].tolist(), len(plan.blocks)]
     for index, start in enumerate(plan.table_start):
