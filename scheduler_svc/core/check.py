@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from protos.plan import Int32
-from scheduler_svc.core.allocators import FullAttentionAllocator
-from scheduler_svc.core.cache_pool import CachePool
+from scheduler_svc.core.memory.block_pool import BlockPool
 from scheduler_svc.core.request import NO_ROW, Request, RequestState
 from scheduler_svc.core.state import State
 
@@ -28,53 +29,43 @@ def check_rows(state: State, touched: Int32) -> None:
         rows.known[touched],
         rows.outstanding[touched],
     )
+    most = len(state.in_flight) + rows.num_drafts[touched]
     _require(
-        (outstanding >= 0).all() and (outstanding <= len(state.in_flight)).all(),
+        (outstanding >= 0).all() and (outstanding <= most).all(),
         "samples outstanding without a plan in flight",
         outstanding,
     )
     _require((computed <= known + outstanding).all(), "computed past what is known", touched)
     _require((known + outstanding <= rows.limit[touched]).all(), "planned past the end", touched)
     goes_on = ~rows.is_finished[touched] & ~rows.awaits_fork[touched]
-    unplanned = np.where(goes_on, rows.limit[touched] - known - outstanding, 0)
-    _require((rows.unplanned[touched] == unplanned).all(), "what is unplanned differs", touched)
-    pages = -(-computed // state.geometry.page_size)
-    for group, allocator in enumerate(state.allocators):
-        lengths = rows.table_len[group, touched]
-        is_right = (lengths >= pages) if state.policy.holds_finished else (lengths == pages)
+    _require(((rows.goal[touched] > 0) == goes_on).all(), "a goal is wrong", touched)
+    memory = state.memory
+    pages = -(-computed // memory.page_size)
+    for group, allocator in enumerate(memory.groups):
+        lengths = memory.tables.end[group, touched]
+        is_right = (lengths >= pages) if state.holds_ended else (lengths == pages)
         _require(is_right.all(), "a table is not ceil(tokens / page_size) long", touched)
-        first = rows.table_first[group, touched]
+        first = memory.tables.first[group, touched]
         _require(
             (first <= allocator.first_pages(computed)).all(),
             "a table begins behind what the next query reads",
             touched,
         )
         for row in touched.tolist():
-            blocks = rows.blocks_of(group, row)
+            blocks = memory.tables.of(group, row)
             _require((allocator.owners[blocks] > 0).all(), "a table names a free block", row)
 
 
 def check(state: State) -> None:
     """Everything: each chunk and block accounted for, each request in exactly one place."""
-    rows = state.rows
-    check_rows(state, rows.order())
-    quarantined = [
-        tables
-        for transfers in [state.transfers, *(step.transfers for step in state.in_flight)]
-        for _, tables in transfers.quarantined
-    ]
-    tables = [
-        [rows.blocks_of(group, row) for row in rows.running] + [held[group] for held in quarantined]
-        for group in range(len(state.allocators))
-    ]
-    _check_memory(state.pool, state.allocators, tables)
-    offloaded = [r.swapped for r in state.live() if r.swapped is not None]
-    swapped: list[list[Int32]] = [
-        [swap.blocks[group] for swap in offloaded]
-        + [blocks for step in state.in_flight for g, blocks in step.freed_swap if g == group]
-        for group in range(len(state.allocators))
-    ]
-    _check_memory(state.swap_pool, state.swap_allocators, swapped)
+    rows, memory = state.rows, state.memory
+    check_rows(state, rows.in_use())
+    owned = [memory.tables.of_row(row) for row in rows.running]
+    for transfers in [memory.transfers, *(step.transfers for step in state.in_flight)]:
+        owned += [tables for _, tables in transfers.quarantined]
+    _check_pool(memory.device, owned)
+    swapped = [r.swapped.blocks for r in state.live() if r.swapped is not None]
+    _check_pool(memory.swap, swapped + [b for step in state.in_flight for b in step.freed_swap])
     _check_names(state)
     for row, request in rows.running.items():
         _check_running(state, row, request)
@@ -100,14 +91,11 @@ def check_idle(state: State) -> None:
     rows = state.rows
     _require(rows.num_free == rows.num_rows and not rows.running, "rows are lost", rows.num_free)
     _require(not len(state.pending), "the queue holds others", len(state.pending))
-    num_promised = state.prefix_cache.num_promised
+    num_promised = state.memory.prefix_cache.num_promised
     _require(not num_promised, "blocks are promised by nobody", num_promised)
-    for pool, allocators in (
-        (state.pool, state.allocators),
-        (state.swap_pool, state.swap_allocators),
-    ):
-        _require(pool.num_free == pool.num_usable, "chunks are lost or held twice", pool.num_free)
-        for group, allocator in enumerate(allocators):
+    for pool in (state.memory.device, state.memory.swap):
+        _require(pool.is_free, "chunks are lost or held twice", pool.chunks.num_free)
+        for group, allocator in enumerate(pool.allocators):
             _require(not allocator.owners.any(), "blocks are owned by nobody", group)
             _require(not allocator.used.any(), "chunks' use is miscounted", group)
             _require(not allocator.num_free, "free blocks are of no chunk", group)
@@ -119,7 +107,7 @@ def _check_running(state: State, row: int, request: Request) -> None:
     rows = state.rows
     _require(request.row == row, "a row's tenant does not know it", request)
     if request.state is RequestState.FINISHED:
-        is_held = state.policy.holds_finished or rows.num_in_flight[row] > 0
+        is_held = state.holds_ended or rows.num_in_flight[row] > 0
         _require(is_held, "an ended request holds its row", request)
         return
     family = state.requests.get(request.request_id, [])
@@ -128,12 +116,13 @@ def _check_running(state: State, row: int, request: Request) -> None:
     _require(request.swapped is None, "a running request is offloaded", request)
 
 
-def _check_memory(
-    pool: CachePool, allocators: list[FullAttentionAllocator], tables: list[list[Int32]]
-) -> None:
-    chunks: list[int] = [*pool.clean, *pool.cached]
-    for group, allocator in enumerate(allocators):
-        named = np.concatenate([*tables[group], np.zeros(0, np.int32)])
+def _check_pool(pool: BlockPool, owned: Sequence[Sequence[Int32]]) -> None:
+    """`owned`: tables [G] of everybody who owns blocks."""
+    chunks: list[int] = [*pool.chunks.clean, *pool.chunks.cached]
+    counted = pool.chunks.num_free, [allocator.num_free for allocator in pool.allocators]
+    _require((pool.counts.free_chunks, pool.counts.free_blocks) == counted, "miscounted", counted)
+    for group, allocator in enumerate(pool.allocators):
+        named = np.concatenate([*(tables[group] for tables in owned), np.zeros(0, np.int32)])
         owners = np.bincount(named, minlength=len(allocator.owners))
         _require((owners == allocator.owners).all(), "owners differ from the block tables", group)
         used = (owners.reshape(-1, allocator.blocks_per_chunk) > 0).sum(axis=1)
@@ -143,20 +132,21 @@ def _check_memory(
         is_free = (owners == 0) & (used > 0).repeat(allocator.blocks_per_chunk)
         times = np.bincount(free, minlength=len(owners))
         _require((times == is_free).all(), "free blocks are lost or doubled", group)
-    times = np.bincount(np.array(chunks, np.intp), minlength=pool.num_chunks)
-    is_right = (times[: pool.reserved] == 0).all() and (times[pool.reserved :] == 1).all()
-    is_right &= len(times) == pool.num_chunks
+    num_chunks, reserved = pool.chunks.num_chunks, pool.chunks.reserved
+    times = np.bincount(np.array(chunks, np.intp), minlength=num_chunks)
+    is_right = (times[:reserved] == 0).all() and (times[reserved:] == 1).all()
+    is_right &= len(times) == num_chunks
     _require(is_right, "chunks are lost or held twice", np.flatnonzero(times != 1))
 
 
 def _check_names(state: State) -> None:
-    for group, allocator in enumerate(state.allocators):
+    for group, allocator in enumerate(state.memory.groups):
         inverse = {block: name for name, block in allocator.block_of.items()}
         _require(inverse == allocator.name_of, "names and blocks differ", group)
         for block in allocator.name_of:
             if allocator.owners[block] == 0:
                 chunk = block // allocator.blocks_per_chunk
-                is_kept = block in allocator.cached or chunk in state.pool.cached
+                is_kept = block in allocator.cached or chunk in state.memory.device.chunks.cached
                 _require(is_kept, "a named block is among those without content", block)
 
 

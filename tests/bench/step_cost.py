@@ -12,10 +12,10 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-
 from scheduler_svc.core.absorb import absorb
 from scheduler_svc.core.commit import commit
 from scheduler_svc.core.decide import decide
+
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry, Limits
 from scheduler_svc.core.pack import pack
 from scheduler_svc.core.request import NewRequest, Request, Sampling

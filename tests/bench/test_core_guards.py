@@ -11,16 +11,16 @@ from functools import partial
 
 import numpy as np
 import pytest
-
-from protos.plan import StepPlan
 from scheduler_svc.core.absorb import absorb
 from scheduler_svc.core.allocators import FullAttentionAllocator
 from scheduler_svc.core.batch import Batch, Decision
 from scheduler_svc.core.cache_pool import CachePool
 from scheduler_svc.core.commit import commit
 from scheduler_svc.core.decide import candidates, decide
-from scheduler_svc.core.pack import pack
 from scheduler_svc.core.prefix_cache import PrefixCache
+
+from protos.plan import StepPlan
+from scheduler_svc.core.pack import pack
 from scheduler_svc.core.request import Request, Sampling
 from scheduler_svc.core.seeds import streams, uniforms
 from scheduler_svc.core.state import InFlight, State

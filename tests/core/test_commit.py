@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from scheduler_svc.core.check import check
 from scheduler_svc.core.commit import commit
 from scheduler_svc.core.decide import decide
+
+from scheduler_svc.core.check import check
 from scheduler_svc.core.request import NewRequest, Request, Sampling
 from tests.support.simulation import Setup, Simulation, verify
 

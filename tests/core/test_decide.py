@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from protos.plan import Int32
-from scheduler_svc.core import batch as batch_module
 from scheduler_svc.core.admission import why_never_fits
 from scheduler_svc.core.batch import Decision
 from scheduler_svc.core.decide import decide
+
+from protos.plan import Int32
+from scheduler_svc.core import batch as batch_module
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry, Limits
 from scheduler_svc.core.request import NewRequest, Request, RequestState
 from tests.support.simulation import Setup, Simulation, random_requests

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
 from scheduler_svc.core.decide import decide
+
 from scheduler_svc.core.request import NewRequest, Request
 from tests.support.simulation import Setup, Simulation, random_requests, run_workload
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from protos.plan import StepResult
 from scheduler_svc.core.absorb import absorb
 from scheduler_svc.core.commit import commit
 from scheduler_svc.core.decide import decide
+
+from protos.plan import StepResult
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry, Limits
 from scheduler_svc.core.pack import pack
 from scheduler_svc.core.policies import STATIC

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scheduler_svc.core.decide import decide
 
 from protos import link_pb2
-from scheduler_svc.core.decide import decide
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry
 from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.state import State

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import zmq
 import zmq.auth
+from scheduler_svc.core.commit import commit
+from scheduler_svc.core.decide import decide
 
 from protos import link_pb2
 from protos.plan import StepResult, decode_plan, encode_result
-from scheduler_svc.core.commit import commit
-from scheduler_svc.core.decide import decide
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.pack import pack
 from scheduler_svc.core.request import NewRequest

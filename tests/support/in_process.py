@@ -8,9 +8,10 @@ from typing import Any
 
 from scheduler_svc.core.absorb import absorb
 from scheduler_svc.core.admission import why_never_fits
-from scheduler_svc.core.check import check
 from scheduler_svc.core.commit import commit
 from scheduler_svc.core.decide import decide
+
+from scheduler_svc.core.check import check
 from scheduler_svc.core.limits import Geometry, GroupGeometry, Limits
 from scheduler_svc.core.pack import pack
 from scheduler_svc.core.policies import POLICIES

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.admission import why_never_fits
+
 from scheduler_svc.core.limits import Geometry
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.engine.events import Delta, Event, Failed, Finished, Submission

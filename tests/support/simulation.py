@@ -8,21 +8,18 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from scheduler_svc.core.absorb import absorb
-from scheduler_svc.core.admission import why_never_fits
 from scheduler_svc.core.check import check, check_rows
-from scheduler_svc.core.commit import commit
-from scheduler_svc.core.decide import decide
 from scheduler_svc.core.limits import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
     Geometry,
     GroupGeometry,
     Limits,
+    why_never_fits,
 )
-from scheduler_svc.core.pack import pack
 from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.request import FinishReason, NewRequest, Request, Sampling
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.state import Counters, State
 from tests.support.shadow_worker import ShadowWorker, expected_tokens
 
@@ -107,11 +104,15 @@ class Simulation:
     def __init__(self, setup: Setup, seed: int = 0, keep_trace: bool = False) -> None:
         self.setup = setup
         self.rng = np.random.default_rng(seed)
-        self.state = State(setup.limits(), setup.geometry(), POLICIES[setup.policy])
+        self.scheduler = Scheduler(setup.limits(), setup.geometry(), POLICIES[setup.policy])
         self.results: deque = deque()
         self.outcome = Outcome()
         self.keep_trace = keep_trace
         self._connect(garbage_seed=0)
+
+    @property
+    def state(self) -> State:
+        return self.scheduler.state
 
     def _connect(self, garbage_seed: int) -> None:
         """A fresh worker."""
@@ -128,13 +129,13 @@ class Simulation:
 
     def _shuffle(self) -> None:
         """A shuffled pool, so that a stale read cannot pass by luck."""
-        self.rng.shuffle(self.state.pool.clean)
-        self.rng.shuffle(self.state.swap_pool.clean)
+        self.rng.shuffle(self.state.memory.device.chunks.clean)
+        self.rng.shuffle(self.state.memory.swap.chunks.clean)
 
     def lose_worker(self) -> None:
         """It dies with all its memory, and what it had not answered; another one comes."""
         self.results.clear()
-        self.state.lose_worker(self.setup.geometry())
+        self.scheduler.lose_worker(self.setup.geometry())
         self.outcome.lost_workers += 1
         self._connect(garbage_seed=self.outcome.lost_workers)
 
@@ -142,16 +143,16 @@ class Simulation:
         """The worker reports a fault: what it had not answered is given up, and all its KV."""
         self.results.clear()
         self.worker.late_copies.clear()
-        self.state.lose_worker(self.setup.geometry(), self.state.next_step_id)
+        self.scheduler.lose_worker(self.setup.geometry(), self.state.next_step_id)
         self._shuffle()
 
     def submit(self, new: NewRequest) -> Request | None:
-        is_reserved = self.state.policy.holds_finished
+        is_reserved = self.state.holds_ended
         prompt_tokens = len(new.prompt_token_ids)
         if why_never_fits(self.state.geometry, prompt_tokens, new.max_tokens, is_reserved):
             self.outcome.refused.append(new.request_id)
             return None
-        family = self.state.submit(new)
+        family = self.scheduler.submit(new)
         self.outcome.tokens.update((key(request), []) for request in family)
         return family[0]
 
@@ -159,23 +160,19 @@ class Simulation:
         """As a client does it: with all siblings."""
         for request in list(self.state.requests.get(request_id, [])):
             if request.finish_reason is None:  # a sibling may have ended with the first
-                self.state.finish(request, FinishReason.ABORT)
+                self.scheduler.finish(request, FinishReason.ABORT)
             self._ended(request)
 
     def plan(self) -> bool:
         """Plans and sends one step if one may be in flight and there is something to do."""
-        if len(self.state.in_flight) >= self.state.plans_allowed:
-            return False
-        decision = decide(self.state)
-        may_recall = bool(self.state.transfers.quarantined)
-        step = commit(self.state, decision)
+        plan = self.scheduler.plan()
         self.outcome.counters = self.state.counters
-        if step is None:
-            return not decision.is_empty or may_recall
-        plan = pack(self.state, step)
+        if plan is None:
+            return False
+        step = self.state.in_flight[-1]
         assert plan.query_start_loc[-1] <= self.setup.max_batch_tokens
         assert len(step.rows) <= self.setup.max_requests
-        if not self.state.policy.holds_finished:
+        if not self.state.holds_ended:
             # a last token is never computed: whoever must end by length is not planned again
             limits = [request.max_total_tokens for request in step.requests[: len(step.rows)]]
             assert (plan.seq_lens < limits).all(), "planned past the end by length"
@@ -204,9 +201,9 @@ class Simulation:
     def absorb(self) -> None:
         result = self.results.popleft()
         self.worker.finish(result.step_id)
-        absorbed = absorb(self.state, result)
+        absorbed = self.scheduler.absorb(result)
         for request in absorbed.sampled:
-            self.outcome.tokens[key(request)].append(request.token_ids[-1])
+            self.outcome.tokens[key(request)] = request.token_ids[request.num_prompt_tokens :]
         for request in absorbed.ended:
             self._ended(request)
 
@@ -225,9 +222,9 @@ class Simulation:
         while self.state.requests or self.results:
             assert self.turn(), f"wedged with {len(self.state.requests)} live requests"
         check(self.state)
-        assert self.state.pool.num_free == self.state.pool.num_usable, "blocks leaked"
-        assert self.state.swap_pool.num_free == self.state.swap_pool.num_usable
-        assert not self.state.prefix_cache.num_promised
+        assert self.state.memory.device.is_free, "blocks leaked"
+        assert self.state.memory.swap.is_free
+        assert not self.state.memory.prefix_cache.num_promised
         assert not self.state.rows.running
         self.worker.check_reserved(self.pristine)
         return self.outcome

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-
-from protos.plan import StepResult, encode_plan
 from scheduler_svc.core.absorb import absorb
 from scheduler_svc.core.commit import commit
 from scheduler_svc.core.decide import decide
+
+from protos.plan import StepResult, encode_plan
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry, Limits
 from scheduler_svc.core.pack import pack
 from scheduler_svc.core.policies import FIFO, Policy
