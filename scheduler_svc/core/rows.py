@@ -153,14 +153,14 @@ class Rows:
     def to_compute(self, rows: Int32) -> Int32:
         """num_tokens - num_computed_tokens, where num_tokens counts the samples outstanding: what
         may be scheduled of each row; 0 or less if nothing. [n]"""
-        num_tokens = np.minimum(self.known[rows] + self.outstanding[rows], self.goal[rows])
+        num_tokens: Int32 = np.minimum(self.known[rows] + self.outstanding[rows], self.goal[rows])
         num_tokens -= self.computed[rows]
         if self.num_speculating:  # what a verifying row continues with is not known yet
             num_tokens[self._is_verifying(rows)] = 0
         return num_tokens
 
     def is_ending(self, rows: Int32) -> npt.NDArray[np.bool_]:
-        """Which rows compute nothing more: they have ended, or will with the plans in flight. [n]"""
+        """Which rows compute no more: they have ended, or will with the plans in flight. [n]"""
         is_ending: npt.NDArray[np.bool_] = self.to_compute(rows) <= 0
         if self.num_speculating:
             is_ending &= ~self._is_verifying(rows)

@@ -20,7 +20,7 @@ from scheduler_svc.core.pack import pack
 from scheduler_svc.core.policies import FIFO, STATIC, Policy
 from scheduler_svc.core.request import NO_ROW, FinishReason, NewRequest, Request
 from scheduler_svc.core.state import State
-from scheduler_svc.core.step.absorb import Absorbed, absorb
+from scheduler_svc.core.step.absorb import Absorbed, absorb, why_not_the_result
 from scheduler_svc.core.step.batch import Batch
 from scheduler_svc.core.step.fill import fill_by_phase
 from scheduler_svc.core.step.launch import launch
@@ -71,6 +71,13 @@ class Scheduler:
     def absorb(self, result: StepResult) -> Absorbed:
         """Takes in the result of the oldest plan in flight; results come in the order of plans."""
         return absorb(self.state, result)
+
+    def why_invalid(self, result: StepResult, vocab_size: int = 0) -> str | None:
+        """What contradicts the oldest plan in flight in a result; None if it can be absorbed.
+        `vocab_size` bounds the token ids; 0 = not known."""
+        if not self.state.in_flight:
+            return f"step {result.step_id} is not in flight"
+        return why_not_the_result(self.state.in_flight[0], result, vocab_size)
 
     def draft(self, request: Request, token_ids: list[int]) -> None:
         """Guesses the tokens that follow a speculating request's known ones: the next step verifies

@@ -29,7 +29,6 @@ from scheduler_svc.core.request import (
     NewRequest,
     Request,
     RequestState,
-    Swapped,
 )
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.step_time import StepCost, aim_of

@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-from scheduler_svc.core.absorb import absorb
 from scheduler_svc.core.commit import commit
 from scheduler_svc.core.decide import decide
 
@@ -20,6 +19,7 @@ from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry, L
 from scheduler_svc.core.pack import pack
 from scheduler_svc.core.request import NewRequest, Request, Sampling
 from scheduler_svc.core.state import State
+from scheduler_svc.core.step.absorb import absorb
 from tests.bench.eviction import without_model
 
 PAGE_SIZE = 16

@@ -11,19 +11,19 @@ from functools import partial
 
 import numpy as np
 import pytest
-from scheduler_svc.core.absorb import absorb
-from scheduler_svc.core.allocators import FullAttentionAllocator
-from scheduler_svc.core.batch import Batch, Decision
-from scheduler_svc.core.cache_pool import CachePool
 from scheduler_svc.core.commit import commit
 from scheduler_svc.core.decide import candidates, decide
-from scheduler_svc.core.prefix_cache import PrefixCache
 
 from protos.plan import StepPlan
+from scheduler_svc.core.memory.allocators import FullAttentionAllocator
+from scheduler_svc.core.memory.cache_pool import CachePool
+from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.core.pack import pack
 from scheduler_svc.core.request import Request, Sampling
 from scheduler_svc.core.seeds import streams, uniforms
 from scheduler_svc.core.state import InFlight, State
+from scheduler_svc.core.step.absorb import absorb
+from scheduler_svc.core.step.batch import Batch, Decision
 from scheduler_svc.text.text import Detokenizer, Pieces
 from tests.bench.conftest import Guard
 from tests.bench.eviction import without_model

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scheduler_svc.core.admission import why_never_fits
-from scheduler_svc.core.batch import Decision
 from scheduler_svc.core.decide import decide
 
 from protos.plan import Int32
 from scheduler_svc.core import batch as batch_module
-from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry, Limits
+from scheduler_svc.core.limits import (
+    FULL_ATTENTION,
+    Geometry,
+    GroupGeometry,
+    Limits,
+    why_never_fits,
+)
 from scheduler_svc.core.request import NewRequest, Request, RequestState
+from scheduler_svc.core.step.batch import Decision
 from tests.support.simulation import Setup, Simulation, random_requests
 
 

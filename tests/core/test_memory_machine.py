@@ -11,15 +11,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduler_svc.core.allocators import FullAttentionAllocator
-from scheduler_svc.core.cache_pool import CachePool
 from scheduler_svc.core.decide import decide
 from scheduler_svc.core.room import Room
-from scheduler_svc.core.shortage import by_kind
 
 from protos.plan import Int32
 from scheduler_svc.core.check import check
+from scheduler_svc.core.memory.allocators import FullAttentionAllocator
+from scheduler_svc.core.memory.cache_pool import CachePool
 from scheduler_svc.core.request import NO_ROW, NewRequest, Request, RequestState, Sampling
+from scheduler_svc.core.step.shortage import by_kind
 from tests.support.fresh_seeds import SECONDS
 from tests.support.simulation import Setup, Simulation, verify
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from scheduler_svc.core.decide import decide
-from scheduler_svc.core.prefix_cache import PrefixCache
 
 from scheduler_svc.core import block_names
+from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.core.request import Hit, NewRequest, Request
 from tests.bench.eviction import without_model
 from tests.support.simulation import Setup, Simulation, random_requests, run_workload

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scheduler_svc.core.absorb import absorb
 from scheduler_svc.core.commit import commit
 from scheduler_svc.core.decide import decide
 
@@ -17,6 +16,7 @@ from scheduler_svc.core.pack import pack
 from scheduler_svc.core.policies import STATIC
 from scheduler_svc.core.request import NewRequest
 from scheduler_svc.core.state import State
+from scheduler_svc.core.step.absorb import absorb
 from tests.support.simulation import Setup, Simulation, random_requests, run_workload, verify
 
 WORKLOADS = Path(__file__).resolve().parents[1] / "workloads"

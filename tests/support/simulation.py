@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from protos.plan import StepPlan, encode_plan
 from scheduler_svc.core.check import check, check_rows
 from scheduler_svc.core.limits import (
     FULL_ATTENTION,
@@ -18,9 +20,9 @@ from scheduler_svc.core.limits import (
     why_never_fits,
 )
 from scheduler_svc.core.policies import POLICIES
-from scheduler_svc.core.request import FinishReason, NewRequest, Request, Sampling
+from scheduler_svc.core.request import FinishReason, NewRequest, Request, RequestState, Sampling
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.state import Counters, State
+from scheduler_svc.core.state import Counters, InFlight, State
 from tests.support.shadow_worker import ShadowWorker, expected_tokens
 
 
@@ -96,6 +98,29 @@ Key = tuple[str, int]  # request_id and index
 
 def key(request: Request) -> Key:
     return request.request_id, request.index
+
+
+@dataclass(frozen=True)
+class Peek:
+    """A step that was tried on a copy of the scheduler."""
+
+    plan: StepPlan | None
+    step: InFlight | None
+    soft_resets: list[str]  # request ids
+    offloads: list[str]
+
+    @property
+    def admitted(self) -> list[str]:
+        return [] if self.step is None else [r.request_id for r in self.step.admitted]
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """request id → tokens, in batch order."""
+        if self.step is None:
+            return {}
+        counts = self.step.num_new_tokens.tolist()
+        pairs = zip(self.step.requests, counts, strict=False)
+        return {request.request_id: count for request, count in pairs}
 
 
 class Simulation:
@@ -179,8 +204,6 @@ class Simulation:
         self.outcome.forks += len(step.named) - len(step.rows)
         self.outcome.tail_copies += len(step.transfers.copy)
         if self.keep_trace:
-            from protos.plan import encode_plan
-
             counts, buffer = encode_plan(plan)
             self.outcome.trace.append(np.array(counts, np.int32).tobytes() + buffer)
         is_prefill = step.num_new_tokens > 1
@@ -206,6 +229,19 @@ class Simulation:
             self.outcome.tokens[key(request)] = request.token_ids[request.num_prompt_tokens :]
         for request in absorbed.ended:
             self._ended(request)
+
+    def peek(self) -> Peek:
+        """What `plan` would do now, tried on a copy."""
+        twin = copy.deepcopy(self.scheduler)
+        before = {id(request): request for request in twin.state.active()}
+        plan = twin.plan()
+        gone = [request for request in before.values() if request.state is RequestState.PENDING]
+        return Peek(
+            plan,
+            twin.state.in_flight[-1] if plan is not None else None,
+            [request.request_id for request in gone if request.swapped is None],
+            [request.request_id for request in gone if request.swapped is not None],
+        )
 
     def turn(self) -> bool:
         """Plans what it may, then takes one result; False when there was nothing to do."""

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from scheduler_svc.core.absorb import absorb
 from scheduler_svc.core.commit import commit
 from scheduler_svc.core.decide import decide
 
@@ -21,6 +20,7 @@ from scheduler_svc.core.pack import pack
 from scheduler_svc.core.policies import FIFO, Policy
 from scheduler_svc.core.request import NewRequest
 from scheduler_svc.core.state import InFlight, State
+from scheduler_svc.core.step.absorb import absorb
 from scheduler_svc.core.step_time import keys_read
 
 

@@ -60,7 +60,7 @@ class Counts:
         """Adds an owner to each of these different blocks. Returns those that were free."""
         owners = self.owners[group]
         owners[blocks] += 1
-        revived = blocks[owners[blocks] == 1]
+        revived: Int32 = blocks[owners[blocks] == 1]
         self._use(group, revived, 1)
         return revived
 
@@ -70,7 +70,7 @@ class Counts:
         left = owners[blocks] - 1
         assert (left >= 0).all(), f"of the blocks {blocks} some were given back twice"
         owners[blocks] = left
-        freed = blocks[left == 0]
+        freed: Int32 = blocks[left == 0]
         self._use(group, freed, -1)
         return freed
 
@@ -85,16 +85,15 @@ class Counts:
         """These blocks are owned from now on (change = 1), or free (-1)."""
         if not len(blocks):
             return
-        used, chunks = self.used[group], blocks
-        if self.blocks_per_chunk[group] == 1:
-            counts, held = change, len(blocks)
-        else:
-            chunks, numbers = np.unique(blocks // self.blocks_per_chunk[group], return_counts=True)
-            counts = (change * numbers).astype(np.int32)
-            held = int(((used[chunks] if change > 0 else used[chunks] + counts) == 0).sum())
-        used[chunks] += counts
+        n, used = self.blocks_per_chunk[group], self.used[group]
+        chunks, numbers = blocks, np.ones(len(blocks), np.intp)
+        if n > 1:
+            chunks, numbers = np.unique(blocks // n, return_counts=True)
+        before = used[chunks]
+        used[chunks] += (change * numbers).astype(np.int32)
+        held = int(((before if change > 0 else used[chunks]) == 0).sum())
         self.free_chunks -= change * held
-        self.free_blocks[group] += change * (held * self.blocks_per_chunk[group] - len(blocks))
+        self.free_blocks[group] += change * (held * n - len(blocks))
 
     def _chunks_for(self, blocks: Sequence[int]) -> list[int]:
         """Chunks that each group must take from the pool for that many more blocks. [G]"""

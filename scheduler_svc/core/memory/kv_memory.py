@@ -61,7 +61,7 @@ class KvMemory:
         return np.stack([is_partial & (count[table[rows, page]] > 1) for count, table in owners])
 
     def window(self, row: int, computed: int) -> list[Int32]:
-        """The row's blocks that later queries read: not those that only plans in flight read. [G]"""
+        """The row's blocks that later queries read, not only plans in flight. [G]"""
         kept = []
         for group, allocator in enumerate(self.groups):
             first = max(int(self.tables.first[group, row]), allocator.first_page(computed))

@@ -66,8 +66,8 @@ class Part:
 
 
 class Batch:
-    """What the next step computes, as far as it is decided. `cell`: only its requests (suspects.py);
-    None = anybody's."""
+    """What the next step computes, as far as it is decided: requests of one cell (suspects.py), or
+    anybody's if it is None."""
 
     def __init__(self, state: State, cell: Cell | None = None) -> None:
         limits = state.limits

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -99,7 +101,7 @@ def _whole(parts: list[Part]) -> Part:
     )
 
 
-def _draw(batch: Batch, step: Part) -> list[tuple[Int32, ...]]:
+def _draw(batch: Batch, step: Part) -> list[Sequence[Int32]]:
     """Picks the blocks: of what is restored, of copied tails, and behind the tables. Returns the
     swap blocks [G] that are free after the step."""
     state, memory = batch.state, batch.state.memory
@@ -108,7 +110,7 @@ def _draw(batch: Batch, step: Part) -> list[tuple[Int32, ...]]:
     for admission in restored:
         needed += admission.num_restored
     memory.device.begin_drawing(needed.tolist())
-    freed_swap = []
+    freed_swap: list[Sequence[Int32]] = []
     for admission in restored:
         assert admission.swapped is not None
         memory.swap_in(admission.request.row, admission.swapped)

@@ -41,9 +41,9 @@ def relieve(batch: Batch) -> None:
         if tenant is not None and tenant.ticket not in gone:
             num_tokens = state.rows.known[row] + state.rows.outstanding[row]
             batch.add_row(row, int(num_tokens - state.rows.computed[row]))
-    if batch.is_empty and not chosen and not state.in_flight and not had_victims:
-        if len(active := batch.active) == 1:  # else a wedge, which is the caller's business
-            batch.preempt(active)
+    is_stuck = batch.is_empty and not chosen and not state.in_flight and not had_victims
+    if is_stuck and len(active := batch.active) == 1:  # else a wedge, the caller's business
+        batch.preempt(active)
 
 
 def quarantined(state: State) -> list[list[Int32]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler_svc.core.state import InFlight, State
-from scheduler_svc.core.views import token_places
+from scheduler_svc.engine.views import token_places
 
 
 @dataclass(frozen=True, slots=True)
