@@ -23,7 +23,7 @@ import grpc
 from protos import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, link_pb2
 from protos import inference_pb2 as pb
 from protos.plan import StepPlan
-from scheduler_svc.core import views
+from scheduler_svc.engine import views
 from scheduler_svc.core.limits import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
