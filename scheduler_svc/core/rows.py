@@ -156,17 +156,17 @@ class Rows:
         num_tokens: Int32 = np.minimum(self.known[rows] + self.outstanding[rows], self.goal[rows])
         num_tokens -= self.computed[rows]
         if self.num_speculating:  # what a verifying row continues with is not known yet
-            num_tokens[self._is_verifying(rows)] = 0
+            num_tokens[self.is_verifying(rows)] = 0
         return num_tokens
 
     def is_ending(self, rows: Int32) -> npt.NDArray[np.bool_]:
         """Which rows compute no more: they have ended, or will with the plans in flight. [n]"""
         is_ending: npt.NDArray[np.bool_] = self.to_compute(rows) <= 0
         if self.num_speculating:
-            is_ending &= ~self._is_verifying(rows)
+            is_ending &= ~self.is_verifying(rows)
         return is_ending
 
-    def _is_verifying(self, rows: Int32) -> npt.NDArray[np.bool_]:
+    def is_verifying(self, rows: Int32 | int) -> npt.NDArray[np.bool_]:
         """Which rows wait for the verdict on guessed tokens. [n]"""
         is_verifying: npt.NDArray[np.bool_] = self.speculates[rows] & (self.outstanding[rows] > 0)
         return is_verifying & ~self.is_finished[rows]

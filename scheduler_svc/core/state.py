@@ -54,6 +54,7 @@ class InFlight:
     sampled_for: npt.NDArray[np.intp]  # [S] index into named: who gets the token
     sample_ends: Int32  # [S] position of the token, in its request
     drafts: dict[int, tuple[int, ...]]  # index into rows → the tokens that are verified
+    scored: list[int]  # index into rows: requests that sample nothing, and are done
     admitted: list[Request]  # that got their rows in this step
     new_tenants: Int32  # [I] rows
     transfers: Transfers
@@ -248,7 +249,8 @@ class State:
         read.
         """
         for request in victims:
-            if not request.siblings:
+            # what is not verified yet may be wrong
+            if not request.siblings and not self.rows.is_verifying(request.row):
                 computed = int(self.rows.computed[request.row])
                 request.swapped = self.memory.swap_out(request, computed)
             if request.swapped is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -87,6 +87,8 @@ class Outcome:
     forks: int = 0
     tail_copies: int = 0
     chunked_prefills: int = 0
+    verified: int = 0  # guessed tokens
+    rejected: int = 0
     mixed_steps: int = 0
     most_running: int = 0
     lost_workers: int = 0
@@ -133,6 +135,7 @@ class Simulation:
         self.results: deque = deque()
         self.outcome = Outcome()
         self.keep_trace = keep_trace
+        self._answers: dict[Key, list[int]] = {}  # of requests that speculate
         self._connect(garbage_seed=0)
 
     @property
@@ -200,7 +203,10 @@ class Simulation:
         if not self.state.holds_ended:
             # a last token is never computed: whoever must end by length is not planned again
             limits = [request.max_total_tokens for request in step.requests[: len(step.rows)]]
-            assert (plan.seq_lens < limits).all(), "planned past the end by length"
+            may_sample = plan.seq_lens < limits
+            is_scored = np.array([r.max_total_tokens == r.num_prompt_tokens for r in step.requests])
+            is_scored = is_scored[: len(step.rows)]
+            assert (may_sample | is_scored).all(), "planned past the end by length"
         self.outcome.forks += len(step.named) - len(step.rows)
         self.outcome.tail_copies += len(step.transfers.copy)
         if self.keep_trace:
@@ -208,7 +214,8 @@ class Simulation:
             self.outcome.trace.append(np.array(counts, np.int32).tobytes() + buffer)
         is_prefill = step.num_new_tokens > 1
         self.outcome.mixed_steps += bool(is_prefill.any() and not is_prefill.all())
-        self.outcome.chunked_prefills += len(step.rows) - len(step.sampled)
+        self.outcome.chunked_prefills += len(step.rows) - len(set(step.sampled.tolist()))
+        self.outcome.verified += sum(map(len, step.drafts.values()))
         self.outcome.most_running = max(self.outcome.most_running, len(step.rows))
         self.outcome.steps += 1
         result = self.worker.step(plan)
@@ -224,11 +231,41 @@ class Simulation:
     def absorb(self) -> None:
         result = self.results.popleft()
         self.worker.finish(result.step_id)
+        oldest = self.state.in_flight[0]
+        num_known = {r: len(r.token_ids) for r in oldest.requests}
         absorbed = self.scheduler.absorb(result)
         for request in absorbed.sampled:
             self.outcome.tokens[key(request)] = request.token_ids[request.num_prompt_tokens :]
+        if oldest.drafts:
+            num_samples = Counter(oldest.requests[place] for place in oldest.sampled.tolist())
+            self.outcome.rejected += sum(
+                count - (len(request.token_ids) - num_known[request])
+                for request, count in num_samples.items()
+                if request.finish_reason is None
+            )
         for request in absorbed.ended:
             self._ended(request)
+        for request in absorbed.sampled:
+            if request.speculate and request.finish_reason is None:
+                self.scheduler.draft(request, self._guess(request))
+
+    def _guess(self, request: Request) -> list[int]:
+        """What the request will answer, often with a mistake somewhere."""
+        if key(request) not in self._answers:
+            new = NewRequest(
+                request.request_id,
+                request.token_ids[: request.num_prompt_tokens],
+                request.max_total_tokens - request.num_prompt_tokens,
+                request.sampling,
+                n=request.index + 1,
+            )
+            windows = [window for window, _ in self.setup.groups]
+            self._answers.update(expected([new], self.setup.vocab_size, windows))
+        guess = self._answers[key(request)][request.num_output_tokens :][: request.speculate]
+        if guess and self.rng.random() < 0.6:
+            place, wrong = self.rng.integers([len(guess), self.setup.vocab_size])
+            guess[place] = int(wrong)
+        return guess
 
     def peek(self) -> Peek:
         """What `plan` would do now, tried on a copy."""
@@ -284,6 +321,8 @@ def random_requests(
     prefixes: int = 0,
     fork_share: float = 0.0,
     priorities: int = 1,
+    speculate_share: float = 0.0,
+    score_share: float = 0.0,
 ) -> list[NewRequest]:
     """Requests with uniform lengths in the given ranges (both ends included).
 
@@ -299,14 +338,18 @@ def random_requests(
         if shared and rng.random() < 0.8:
             begin = shared[int(rng.integers(prefixes))][: int(rng.integers(len(tokens) + 1))]
             tokens[: len(begin)] = begin
+        only_scores = score_share > 0 and rng.random() < score_share
+        speculates = speculate_share > 0 and rng.random() < speculate_share
+        n = int(rng.integers(2, 5)) if rng.random() < fork_share else 1
         requests.append(
             NewRequest(
                 request_id=f"r{i}",
                 prompt_token_ids=tokens,
-                n=int(rng.integers(2, 5)) if rng.random() < fork_share else 1,
+                n=1 if only_scores else n,
+                speculate=3 if speculates else 0,
                 priority=int(rng.integers(priorities)),
                 cache_salt="other" if rng.random() < 0.1 else "",
-                max_tokens=int(rng.integers(output[0], output[1] + 1)),
+                max_tokens=0 if only_scores else int(rng.integers(output[0], output[1] + 1)),
                 sampling=Sampling(
                     temperature=1.0 if rng.random() < sampled_share else 0.0,
                     seed=int(rng.integers(0, 2**63)),
@@ -379,5 +422,5 @@ def verify(requests: list[NewRequest], outcome: Outcome, setup: Setup) -> None:
             assert got == right[: len(got)], who
         else:
             assert got == right, who
-            stopped = right[-1] in stops[who[0]]
+            stopped = bool(right) and right[-1] in stops[who[0]]
             assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)

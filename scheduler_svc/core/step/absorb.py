@@ -89,8 +89,7 @@ def absorb(state: State, result: StepResult) -> Absorbed:
     )
     _publish(state, step, ends, computed_here & ~rows.is_tainted[step.rows])
     _leave_behind(state, step, ends, computed_here)
-    is_scored = computed_here & is_finite & (ends >= rows.limit[step.rows])
-    may_end += [step.requests[place] for place in is_scored.nonzero()[0].tolist()]
+    may_end += [step.requests[place] for place in step.scored if is_finite[place]]
     _end(state, may_end, absorbed)
     if state.suspects.is_active:
         state.suspects.came_back(step.reaches())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -79,19 +80,25 @@ class Batch:
         owners = state.memory.counts.owners if limits.cache_budget else []
         self._is_read = [np.zeros(len(counts), np.bool_) for counts in owners]  # [G][block]
         self.prompt_time: PromptTime | None = None  # None = as long as it takes
-        self.ran = state.active()  # when the step began
         self.free_rows = state.rows.next_free(state.rows.num_free)
         self.victims: list[Request] = []
         self.admissions: list[Admission] = []
         self.parts: list[Part] = []
         self.stalled: list[int] = []  # rows that found no memory
-        self.left_out: list[int] = []  # running rows that found no place in the cache budget
+        self.left_out: list[Request] = []  # ran, and found no place in the cache budget
         # (group, block) → rows that get copies of this tail, in order
         self._copies: dict[tuple[int, int], list[Part]] = defaultdict(list)
 
     @property
     def is_empty(self) -> bool:
         return not self.parts
+
+    @cached_property
+    def ran(self) -> list[Request]:
+        """Active requests before anybody was admitted or preempted: looked up only when memory is
+        short, or the policy asks."""
+        assert not (self.admissions or self.victims)
+        return self.state.active()
 
     @property
     def active(self) -> list[Request]:
@@ -170,7 +177,7 @@ class Batch:
             length = np.array([max(computed + count, reserved_tokens)], np.int32)
             needed = memory.blocks_needed(rows, length)
             if not self.is_empty and self._num_read(rows, needed + tails) > self.pages_left:
-                self.left_out.append(row)
+                self.left_out.append(self.state.rows.running[row])
                 return
             if memory.device.take((needed + tails)[:, 0].tolist()):
                 part = Part(rows, np.array([count], np.int32), needed, tails)

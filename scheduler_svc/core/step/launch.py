@@ -29,8 +29,8 @@ def launch(batch: Batch) -> InFlight | None:
     ends = first + counts
     table.computed[rows] = ends
     num_known = table.known[rows] + table.outstanding[rows]
-    samples = (ends >= num_known) & (num_known < table.limit[rows])
-    sampled = samples.nonzero()[0]
+    reaches_end, has_all = ends >= num_known, num_known >= table.limit[rows]
+    sampled = (reaches_end & ~has_all).nonzero()[0]
     sample_ends = ends[sampled]
     sampled_rows = rows[sampled]
     table.outstanding[sampled_rows] += 1
@@ -78,6 +78,7 @@ def launch(batch: Batch) -> InFlight | None:
         sampled_for=sampled_for,
         sample_ends=sample_ends,
         drafts=drafts,
+        scored=(reaches_end & has_all).nonzero()[0].tolist(),
         admitted=[admission.request for admission in batch.admissions],
         new_tenants=np.array(new_tenants, np.int32),
         transfers=state.memory.take_transfers(),
@@ -162,7 +163,7 @@ def _fork(state: State, parent: Request) -> list[Request]:
 def _left_out(batch: Batch) -> tuple[Request, ...]:
     """Who found no place in the cache budget; those of other cells still wait for their turns."""
     state = batch.state
-    left_out = [state.rows.running[row] for row in batch.left_out]
+    left_out = list(batch.left_out)
     if batch.cell is not None:
         cell_of = state.suspects.cell_of
         left_out += [r for r in state.left_out if cell_of(r) is not batch.cell]
