@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scheduler_svc.core.check import check
 from scheduler_svc.core.request import FinishReason, NewRequest
 from tests.support.any_timing import run_in_any_timing
+from tests.support.check import check
 from tests.support.simulation import Setup, Simulation, random_requests, run_workload
 
 GROUPS = [((0, 1),), ((0, 2), (8, 3)), ((6, 1),)]
@@ -26,8 +26,8 @@ def test_guesses_change_no_token(
 ) -> None:
     """A rejected token stays in the answer, in the KV, or under a name of the prefix cache."""
     setup = Setup(
-        num_blocks=10 if groups[0][0] else 22, groups=groups, max_plans_in_flight=depth, policy=policy, swap_chunks=16,
-        vocab_size=8,
+        num_blocks=10 if groups[0][0] else 22, groups=groups, max_plans_in_flight=depth,
+        policy=policy, swap_chunks=16, vocab_size=8,
     )  # fmt: skip
     rng = np.random.default_rng(depth)
     requests = random_requests(

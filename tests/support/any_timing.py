@@ -12,8 +12,8 @@ from collections import Counter, deque
 
 import numpy as np
 
-from scheduler_svc.core.check import check
 from scheduler_svc.core.request import NewRequest, Request
+from tests.support.check import check
 from tests.support.simulation import Outcome, Setup, Simulation, verify
 
 # what may happen next, and how often

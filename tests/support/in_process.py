@@ -6,12 +6,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from scheduler_svc.core.check import check
 from scheduler_svc.core.limits import Geometry, GroupGeometry, Limits, why_never_fits
 from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.request import NewRequest
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.engine.views import get_cache
+from tests.support.check import check
 from tests.worker.conftest import configure
 from worker.model.load import LoadedModel
 from worker.runner import Launched, Runner

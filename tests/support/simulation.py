@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from protos.plan import StepPlan, encode_plan
-from scheduler_svc.core.check import check, check_rows
 from scheduler_svc.core.limits import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
@@ -23,6 +22,7 @@ from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.request import FinishReason, NewRequest, Request, RequestState, Sampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.state import Counters, InFlight, State
+from tests.support.check import check, check_rows
 from tests.support.shadow_worker import ShadowWorker, expected_tokens
 
 

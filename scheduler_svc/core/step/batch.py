@@ -97,7 +97,7 @@ class Batch:
     def ran(self) -> list[Request]:
         """Active requests before anybody was admitted or preempted: looked up only when memory is
         short, or the policy asks."""
-        assert not (self.admissions or self.victims)
+        assert not self.admissions, "looked up too late"
         return self.state.active()
 
     @property
