@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from protos.plan import Int32
 from scheduler_svc.core.request import Request, RequestState
@@ -40,13 +39,12 @@ def launch(batch: Batch) -> InFlight | None:
     named, requests = rows, table.tenants(rows)
     drafts: dict[int, tuple[int, ...]] = {}
     if table.num_speculating:
-        drafts = _drafts(state, rows, counts, num_known)
-        num_samples = np.ones(len(sampled), np.int32)
-        for place, guessed in drafts.items():
-            num_samples[np.searchsorted(sampled, place)] += len(guessed)
-            table.outstanding[rows[place]] += len(guessed)
-        sampled = sampled.repeat(num_samples)
-        sample_ends = sample_ends.repeat(num_samples)
+        num_drafts = ends[sampled] - num_known[sampled]
+        pairs = zip(sampled.tolist(), num_drafts.tolist(), strict=True)
+        drafts = {place: requests[place].drafts[:count] for place, count in pairs if count}
+        table.outstanding[sampled_rows] += num_drafts
+        num_samples = num_drafts + 1
+        sampled, sample_ends = sampled.repeat(num_samples), sample_ends.repeat(num_samples)
         # counts down to 0 within each row
         sample_ends -= num_samples.cumsum().repeat(num_samples) - np.arange(1, len(sampled) + 1)
     sampled_for = sampled
@@ -130,20 +128,6 @@ def _draw(batch: Batch, step: Part) -> list[Sequence[Int32]]:
             memory.tables.extend(group, step.rows[grows], counts, blocks)
     memory.device.end_drawing()
     return freed_swap
-
-
-def _drafts(
-    state: State, rows: Int32, counts: Int32, num_known: npt.NDArray[np.int32]
-) -> dict[int, tuple[int, ...]]:
-    """The guessed tokens that the step verifies, by the places of their rows."""
-    is_verified = (counts > 1) & (state.rows.computed[rows] >= num_known)
-    drafts = {}
-    for place in is_verified.nonzero()[0].tolist():
-        request = state.rows.running[int(rows[place])]
-        num_drafts = int(state.rows.computed[rows[place]] - num_known[place])
-        if num_drafts:
-            drafts[place] = request.drafts[:num_drafts]
-    return drafts
 
 
 def _fork(state: State, parent: Request) -> list[Request]:
