@@ -183,7 +183,7 @@ def assert_nothing_is_held(bench: Bench) -> None:
     state = bench.engine._state
     assert state.requests == {}
     assert not state.rows.running
-    assert state.pool.num_free == state.pool.num_usable
-    assert state.swap_pool.num_free == state.swap_pool.num_usable
-    assert state.prefix_cache.num_promised == 0
+    assert state.memory.device.is_free
+    assert state.memory.swap.is_free
+    assert state.memory.prefix_cache.num_promised == 0
     check(state)
