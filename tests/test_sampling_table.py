@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from scheduler_svc.core.commit import commit
+from scheduler_svc.core.decide import decide
 
 from protos import inference_pb2 as pb
 from protos.plan import decode_plan, encode_plan
@@ -19,8 +21,6 @@ from protos.sampling import (
     UNSUPPORTED_FIELDS,
     SamplingField,
 )
-from scheduler_svc.core.commit import commit
-from scheduler_svc.core.decide import decide
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.pack import pack
 from scheduler_svc.core.state import State

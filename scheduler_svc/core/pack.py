@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from protos.plan import UNKNOWN_TOKEN, Int32, StepPlan
-from scheduler_svc.core.rows import starts
+from scheduler_svc.core.memory.block_tables import starts
 from scheduler_svc.core.seeds import uniforms
 from scheduler_svc.core.state import InFlight, State
 
@@ -15,12 +15,15 @@ def pack(state: State, step: InFlight) -> StepPlan:
     assert state.in_flight[-1] is step, f"step {step.step_id} is not the newest"
     rows = state.rows
     query_start_loc = starts(step.num_new_tokens)
-    table_start, blocks = rows.tables(step.rows)
+    tables = state.memory.tables
+    table_start, blocks = tables.flat(step.rows)
     sampled_rows = step.named[step.sampled_for]
     sampling = rows.sampling_of(sampled_rows)
-    logits_of, sample_logits = step.sampled, np.arange(len(sampled_rows), dtype=np.int32)
+    behind = step.ends[step.sampled] - step.sample_ends  # tokens of the step, in the same row
+    logits_indices = query_start_loc[1:][step.sampled] - np.int32(1) - behind
+    sample_logits = np.arange(len(sampled_rows), dtype=np.int32)
     if len(step.named) > len(step.rows):  # siblings are forked off, and sample the same logits
-        logits_of, copies = np.unique(step.sampled, return_inverse=True)
+        logits_indices, copies = np.unique(logits_indices, return_inverse=True)
         sample_logits = copies.astype(np.int32)
     return StepPlan(
         step_id=step.step_id,
@@ -34,12 +37,12 @@ def pack(state: State, step: InFlight) -> StepPlan:
         query_start_loc=query_start_loc,
         seq_lens=step.ends,
         table_start=table_start,
-        first_positions=rows.table_first[:, step.rows] * np.int32(state.geometry.page_size),
+        first_positions=tables.first[:, step.rows] * np.int32(state.memory.page_size),
         blocks=blocks,
-        logits_indices=query_start_loc[1:][logits_of] - np.int32(1),
+        logits_indices=logits_indices,
         sample_logits=sample_logits,
         sample_rows=sampled_rows,
-        u=uniforms(sampling.streams, step.ends[step.sampled]),
+        u=uniforms(sampling.streams, step.sample_ends),
         sampling=sampling.parameters,
     )
 
@@ -49,7 +52,9 @@ def _token_ids(state: State, step: InFlight, query_start_loc: Int32) -> Int32:
     rows = state.rows
     first = step.ends - step.num_new_tokens
     known = rows.known[step.rows]
-    at_end = first >= known - 1  # at or past the last known token: one token
+    at_end = first >= known - 1  # at or past the last known token: one token, but for guesses
+    if step.drafts:
+        at_end[list(step.drafts)] = False
     lasts = np.where(first < known, rows.last_token[step.rows], np.int32(UNKNOWN_TOKEN))
     if at_end.all():
         return lasts
@@ -59,6 +64,7 @@ def _token_ids(state: State, step: InFlight, query_start_loc: Int32) -> Int32:
         start, count = int(first[place]), int(step.num_new_tokens[place])
         offset = query_start_loc[place]
         tokens = step.requests[place].token_ids[start : start + count]
+        tokens.extend(step.drafts.get(place, ()))
         # empty for an ended row of a static batch past its last token, where any token will do
         token_ids[offset : offset + count] = tokens or rows.last_token[step.rows[place]]
     return token_ids

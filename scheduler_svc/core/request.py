@@ -47,11 +47,12 @@ class NewRequest:
 
     request_id: str
     prompt_token_ids: Sequence[int]  # at least one
-    max_tokens: int  # at least 1
+    max_tokens: int  # 0 = compute the prompt, sample nothing
     sampling: Sampling = field(default_factory=Sampling)
     priority: int = 0  # lower first
     cache_salt: str = ""
     n: int = 1  # siblings that continue the same prompt
+    speculate: int = 0  # most guessed tokens that a step verifies
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +91,7 @@ class Request:
     sampling: Sampling
     priority: int = 0
     cache_salt: str = ""
+    speculate: int = 0
     index: int = 0  # among its siblings
     siblings: list[Request] = field(default_factory=list)  # to be forked off when it samples
 
@@ -105,6 +107,7 @@ class Request:
     awaited: bytes | None = None  # name of the last block that another is filling for it
     hit: Hit | None = None  # what was found in the prefix cache at the last look
     swapped: Swapped | None = None  # set while it is offloaded
+    drafts: tuple[int, ...] = ()  # guesses what follows token_ids, to be verified
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it, if one did
     # [num_prompt_tokens] to compare with others'

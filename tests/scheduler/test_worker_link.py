@@ -17,12 +17,9 @@ import zmq.auth
 from protos import link_pb2
 from protos.plan import StepResult, decode_plan, encode_result
 from protos.session import PROTOCOL
-from scheduler_svc.core.commit import commit
-from scheduler_svc.core.decide import decide
 from scheduler_svc.core.limits import Limits
-from scheduler_svc.core.pack import pack
 from scheduler_svc.core.request import NewRequest
-from scheduler_svc.core.state import State
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.engine.worker_link import WorkerLink, WorkerMessage
 from tests.support.simulation import Setup
 
@@ -98,11 +95,10 @@ def test_a_plan_and_its_result_cross_unchanged(
     dealer.hello()
     assert next_kind(heard) == "hello"
     setup = Setup()
-    state = State(Limits(64, 8), setup.geometry())
-    state.submit(NewRequest("a", list(range(9)), 4))
-    step = commit(state, decide(state))
-    assert step is not None
-    plan = pack(state, step)
+    scheduler = Scheduler(Limits(64, 8), setup.geometry())
+    scheduler.submit(NewRequest("a", list(range(9)), 4))
+    plan = scheduler.plan()
+    assert plan is not None
     link.send(link_pb2.Envelope(worker_boot_id=5), plan)
     envelope, [buffer] = dealer.hear("step_plan")
     header = envelope.step_plan

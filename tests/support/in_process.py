@@ -6,17 +6,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from scheduler_svc.core.absorb import absorb
-from scheduler_svc.core.admission import why_never_fits
-from scheduler_svc.core.check import check
-from scheduler_svc.core.commit import commit
-from scheduler_svc.core.decide import decide
-from scheduler_svc.core.limits import Geometry, GroupGeometry, Limits
-from scheduler_svc.core.pack import pack
+from scheduler_svc.core.limits import Geometry, GroupGeometry, Limits, why_never_fits
 from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.request import NewRequest
-from scheduler_svc.core.state import State
-from scheduler_svc.core.views import get_cache
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.engine.views import get_cache
+from tests.support.check import check
 from tests.worker.conftest import configure
 from worker.model.load import LoadedModel
 from worker.runner import Launched, Runner
@@ -78,7 +73,8 @@ class InProcess:
         order = POLICIES[policy]
         margin = order.safety_margin if safety_margin is None else safety_margin
         limits = Limits(max_batch_tokens, max_requests, 0, margin, depth, allow_block_sharing)
-        self.state = State(limits, geometry, order)
+        self.scheduler = Scheduler(limits, geometry, order)
+        self.state = self.scheduler.state
         self.launched: deque[Launched] = deque()
 
     def serve(self, requests: list[NewRequest]) -> Served:
@@ -87,25 +83,25 @@ class InProcess:
         for new in requests:
             reason = why_never_fits(state.geometry, len(new.prompt_token_ids), new.max_tokens)
             assert reason is None, reason
-            for request in state.submit(new):
+            for request in self.scheduler.submit(new):
                 served.tokens[request.request_id, request.index] = request.token_ids
         prompts = {new.request_id: len(new.prompt_token_ids) for new in requests}
         before = (
             state.counters.offloads,
             state.counters.restores,
             state.counters.soft_resets,
-            state.prefix_cache.num_hit,
+            state.memory.prefix_cache.num_hit,
         )
         while state.requests or self.launched:
             self._turn(served)
         check(state)
-        assert state.pool.num_free == state.pool.num_usable
+        assert state.memory.device.is_free
         served.tokens = {who: t[prompts[who[0]] :] for who, t in served.tokens.items()}
         after = (
             state.counters.offloads,
             state.counters.restores,
             state.counters.soft_resets,
-            state.prefix_cache.num_hit,
+            state.memory.prefix_cache.num_hit,
         )
         served.offloads, served.restores, served.soft_resets, served.cached_tokens = (
             now - then for now, then in zip(after, before, strict=True)
@@ -113,17 +109,11 @@ class InProcess:
         return served
 
     def _turn(self, served: Served) -> None:
-        state = self.state
-        while len(state.in_flight) < state.limits.max_plans_in_flight:
-            decision = decide(state)
-            step = commit(state, decision)
-            if step is not None:
-                served.steps += 1
-                served.tail_copies += len(step.transfers.copy)
-                served.utilisation.append(get_cache(state).utilisation)
-                self.launched.append(self.runner.launch(pack(state, step)))
-            elif decision.is_empty:
-                assert self.launched, "wedged"
-                break
-        if self.launched:
-            absorb(state, self.launched.popleft().wait())
+        while (plan := self.scheduler.plan()) is not None:
+            step = self.state.in_flight[-1]
+            served.steps += 1
+            served.tail_copies += len(step.transfers.copy)
+            served.utilisation.append(get_cache(self.state).utilisation)
+            self.launched.append(self.runner.launch(plan))
+        assert self.launched, "wedged"
+        self.scheduler.absorb(self.launched.popleft().wait())
