@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from scheduler_svc.core.commit import commit
-from scheduler_svc.core.decide import decide
 
 from protos import inference_pb2 as pb
 from protos.plan import decode_plan, encode_plan
@@ -22,8 +20,7 @@ from protos.sampling import (
     SamplingField,
 )
 from scheduler_svc.core.limits import Limits
-from scheduler_svc.core.pack import pack
-from scheduler_svc.core.state import State
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.front.served_model import Model
 from scheduler_svc.front.validation import admit
 from scheduler_svc.text.tokenizer import Tokenizer
@@ -81,12 +78,12 @@ def on_device(sampling: dict[str, float], stated: dict[str, float]) -> dict[str,
     """Each parameter in the worker's buffer, for a request and a model's generation_config."""
     model = Model("tiny", FACTS, Tokenizer(chat(), stated))
     asked = pb.GenerateRequest(text="hello", sampling=pb.SamplingParams(**sampling))
-    state = State(Limits(64, 8), Setup().geometry())
-    state.submit(admit(asked, "r", 0, model, 8).submission.new)
-    step = commit(state, decide(state))
-    assert step is not None
-    counts, buffer = encode_plan(pack(state, step))
-    plan = decode_plan(step.step_id, False, counts, buffer)
+    scheduler = Scheduler(Limits(64, 8), Setup().geometry())
+    scheduler.submit(admit(asked, "r", 0, model, 8).submission.new)
+    planned = scheduler.plan()
+    assert planned is not None
+    counts, buffer = encode_plan(planned)
+    plan = decode_plan(planned.step_id, False, counts, buffer)
     group = CacheGroup(FULL_ATTENTION, (0,), 0, 1)
     inputs = prepare_inputs(plan, [group], 16, row_shape(5, 1, 1, 5, 1))
     device = InputBuffer(Capacity(8, 8, 8, 8, 8, 1), torch.device("cpu"))
