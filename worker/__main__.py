@@ -30,7 +30,8 @@ from worker.process import systemd
 from worker.process.control_group import usable_threads
 from worker.process.curve import CurveKeys
 from worker.process.link import Link
-from worker.process.loop import EXIT_CANNOT_LOAD, Progress, Runner, serve
+from worker.process.loop import EXIT_CANNOT_LOAD, StepRunner, serve
+from worker.process.progress import Progress
 
 logger = logging.getLogger("worker")
 
@@ -140,12 +141,12 @@ def _no_garbage() -> Iterator[None]:
         gc.enable()
 
 
-def build(configure: link_pb2.Configure, progress: Progress) -> Runner:
+def build(configure: link_pb2.Configure, progress: Progress) -> StepRunner:
     """Loads the model and allocates its KV pool."""
     from worker.model.load import load_model
-    from worker.runner import Runner as ModelRunner
+    from worker.runner import Runner
 
-    return ModelRunner(load_model(configure, progress), configure, progress=progress)
+    return Runner(load_model(configure, progress), configure, progress=progress)
 
 
 def hello() -> link_pb2.Hello:

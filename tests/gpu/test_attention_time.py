@@ -10,6 +10,7 @@ import torch
 
 from tests.gpu.card import DEVICE, DTYPE, copy_bandwidth, has_room, seconds_on_device, sized
 from tests.gpu.conftest import NewTable
+from tests.support.attention_cases import layer_module
 from tests.support.planner import plan_of
 from worker.attention import choose_backend
 from worker.attention.interface import AttentionBackend, AttentionCall, GroupTables, StepContext
@@ -40,11 +41,8 @@ class Work:
     def run(self) -> None:
         self.backend.begin_step(self.context)
         for layer in range(self.num_layers):
-            _, pages = self.context.pool.layer_views(layer)
-            self.backend.attend(
-                self.query, self.key, self.key, pages, self.context, self.context.groups[0],
-                AttentionCall(HEAD_DIM**-0.5),
-            )  # fmt: skip
+            call = AttentionCall(layer_module(layer), HEAD_DIM**-0.5)
+            self.backend.attend(self.query, self.key, self.key, call)
 
 
 def layer_bytes(batch: int, context: int) -> int:
@@ -82,7 +80,6 @@ def work_of(batch: int, queries: int, context: int) -> Work | None:
     tables = inputs.groups[0]
     backend = choose_backend("auto", DEVICE, DTYPE, HEAD_DIM, deterministic=False)
     context_of_step = StepContext(
-        backend=backend,
         pool=pool,
         query_start_loc=torch.from_numpy(inputs.query_start_loc).to(DEVICE),
         seq_lens=torch.from_numpy(inputs.seq_lens).to(DEVICE),

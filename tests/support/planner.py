@@ -225,7 +225,7 @@ def serve(
         if step % 2:  # the order within a batch must not matter
             active.reverse()
         plan = planner.plan([(r, min(chunk, r.num_tokens - r.num_computed)) for r in active])
-        result = runner.step(plan)
+        result = runner.launch(plan).wait()
         check_result(plan, result)
         by_row = {request.row: request for request in active}
         for index, row in enumerate(plan.sample_rows.tolist()):

@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.attention_cases import CALLS, CPU, TOLERANCE, attend, by_hand, make_case
+from tests.support.attention_cases import (
+    CALLS,
+    CPU,
+    TOLERANCE,
+    attend,
+    by_hand,
+    copied,
+    layer_module,
+    make_case,
+)
 from worker.attention import choose_backend
 from worker.attention.cpu import CpuBackend
 from worker.attention.interface import AttentionCall, GroupTables, StepContext
@@ -90,7 +99,7 @@ def test_a_narrow_pool_has_the_bits_of_a_wide_one(kernel, grouped, head_dim, pag
         )
         wide = replace(
             narrow,
-            pages=narrow.pages.float(),
+            context=replace(narrow.context, pool=copied(narrow.context.pool, torch.float32)),
             key=narrow.key.half().float(),
             value=narrow.value.half().float(),
         )
@@ -129,7 +138,7 @@ def test_kernel_bits_do_not_depend_on_chunks(kernel, call, page_size, kv_dtype):
         case.context.seq_lens[0] = 150 - 29 + t + 1
         case.context.groups[0].slot_mapping[0] = slots[t]
         token = (tensor[t : t + 1] for tensor in (case.query, case.key, case.value))
-        alone = kernel.attend(*token, case.pages, case.context, case.context.groups[0], case.call)
+        alone = kernel.attend(*token, case.call)
         assert torch.equal(alone[0], whole[t])
 
 
@@ -152,9 +161,8 @@ def test_writes_land_in_their_slots_and_nowhere_else(kernel):
     pools = []
     for backend in (kernel, ReferenceBackend()):
         pool = KvPool(geometry, 8, torch.float32, CPU)
-        context = StepContext(backend, pool, *lengths, (tables,), 1, inputs)
-        pages = pool.layer_views(1)[1]
-        backend.attend(query, key, value, pages, context, tables, AttentionCall(1.0))
+        backend.begin_step(StepContext(pool, *lengths, (tables,), 1, inputs))
+        backend.attend(query, key, value, AttentionCall(layer_module(1), 1.0))
         pools.append(pool.blocks(0))
     assert torch.equal(pools[0], pools[1])
     assert torch.equal(pools[0][7, 1, 0, :, 3], key[2])

@@ -9,10 +9,11 @@ import torch
 from transformers import LlamaConfig, Ministral3Config
 
 from tests.support.planner import Answer, GreedySample, Planner, Request, serve
+from tests.support.runners import unfuse_model
 from tests.support.tiny_models import SERVED, build, gemma3, llama, olmo2, phi3, qwen3, smollm3
 from tests.worker.conftest import NUM_CHUNKS, Served, configure, load
 from worker.cpu_layers.decoder_layer import FusedLayer
-from worker.cpu_layers.fusing import fuse_model, tried_positions, unfuse_model
+from worker.cpu_layers.fusing import fuse_model, tried_positions
 from worker.runner import Runner
 
 # what is not built like llama: learned positions, LayerNorm, experts, attention beside the MLP
@@ -82,8 +83,9 @@ def test_int8_layers_over_one_input_may_differ_in_what_they_make_of_it(
     model.save_pretrained(tmp_path)
     found = []
     for is_fused in (True, False):
-        loaded, sample = load(tmp_path, weight_format="int8"), GreedySample()
-        runner = Runner(loaded, configure(), NUM_CHUNKS, sample)
+        loaded = load(tmp_path, weight_format="int8")
+        runner = Runner(loaded, configure(), NUM_CHUNKS)
+        runner.sample = sample = GreedySample()
         assert num_fused(loaded.model) == loaded.geometry.num_layers
         attention = loaded.model.base_model.layers[0].self_attn
         storages = {name: layer.storage for name, layer in attention.named_children()}
@@ -242,4 +244,4 @@ def test_non_finite_values_stay_what_they_are(served, value):
     it = served(llama)
     it.loaded.model.get_input_embeddings().weight.data[6, 3] = value
     requests = [(Request([5, 6, 7], 1, row=0), 3), (Request([5, 7], 1, row=1), 2)]
-    assert it.runner.step(it.planner.plan(requests)).is_finite.tolist() == [0, 1]
+    assert it.step(it.planner.plan(requests)).is_finite.tolist() == [0, 1]

@@ -68,7 +68,7 @@ def test_inputs_of_a_failed_step_are_not_overwritten_under_it(
     inbound, compute, outbound = lanes
     assert (inbound.waited, compute.waited, outbound.waited) == (1, 1, 0)
     it.runner._sample = it.sample
-    assert len(it.runner.step(plan).token_ids) == 1  # the set is free again
+    assert len(it.step(plan).token_ids) == 1  # the set is free again
 
 
 def test_a_broken_device_is_told_from_a_failed_step(

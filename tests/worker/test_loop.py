@@ -16,7 +16,8 @@ from protos.plan import StepPlan, StepResult
 from tests.support.fake_scheduler import FakeScheduler, make_plan
 from worker.process.device_failure import DeviceFailed
 from worker.process.link import Link
-from worker.process.loop import Progress, serve
+from worker.process.loop import serve
+from worker.process.progress import Progress
 
 
 class FakeRunner:

@@ -116,8 +116,8 @@ def test_other_groups_give_the_same_tokens(expected, saved, prompts, change):
     make, answers = expected
     loaded = load(saved(make)[0])
     loaded = replace(loaded, geometry=change(loaded.geometry))
-    sample = GreedySample()
-    runner = Runner(loaded, configure(), 6 * NUM_CHUNKS, sample)
+    runner = Runner(loaded, configure(), 6 * NUM_CHUNKS)
+    runner.sample = sample = GreedySample()
     planner = Planner(loaded.geometry, 6 * NUM_CHUNKS)
     found = serve(runner, planner, sample, prompts, MAX_TOKENS, chunk=13, stagger=2)
     assert [answer.tokens for answer in found] == answers
@@ -143,8 +143,8 @@ def test_float64_reference_equals_transformers_in_float64(saved, served, prompts
         kv_dtype=torch.float64,
         geometry=replace(loaded.geometry, itemsize=8),
     )
-    sample = GreedySample()
-    runner = Runner(wide, configure(attention="reference"), NUM_CHUNKS, sample)
+    runner = Runner(wide, configure(attention="reference"), NUM_CHUNKS)
+    runner.sample = sample = GreedySample()
     planner = Planner(wide.geometry, NUM_CHUNKS)
     answer = serve(runner, planner, sample, [prompts[4]], [1], chunk=17)[0]
     wide.model.set_attn_implementation("eager")

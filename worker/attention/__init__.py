@@ -20,7 +20,7 @@ _CHOICES: Final = ("auto", "reference", "cpu", "triton")
 _KERNELS: Final = {"cpu": "cpu", "cuda": "triton"}  # by type of device
 _MOST_HEAD_DIM: Final = 256  # of triton: larger tiles do not fit the shared memory
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def choose_backend(
@@ -51,7 +51,7 @@ def choose_backend(
                 ) from error
     elif wanted != "auto":
         raise ValueError(f"attention is {wanted!r}, but {obstacle}")
-    _logger.warning("attention falls back to reference, which is slower: %s", obstacle)
+    logger.warning("attention falls back to reference, which is slower: %s", obstacle)
     return ReferenceBackend()
 
 

@@ -11,6 +11,7 @@ import ctypes
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from worker.attention.interface import AttentionCall, GroupTables, StepContext
 
@@ -27,19 +28,11 @@ class CpuBackend:
         self._attend = library.attend
         self._attend.restype = ctypes.c_int
 
-    def begin_step(self, context: StepContext) -> None:
-        pass
+    def begin_step(self, step: StepContext) -> None:
+        self._step = step
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pages: torch.Tensor,
-        context: StepContext,
-        tables: GroupTables,
-        call: AttentionCall,
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        group, pages = self._step.pool.layer_views(call.layer)
         query, key, value = (
             tensor if tensor.stride(-1) == 1 else tensor.contiguous()
             for tensor in (query, key, value)
@@ -52,7 +45,7 @@ class CpuBackend:
             num_tokens=key.shape[0],
             dtype=_DTYPES[key.dtype],
         )
-        asked = c_call(call)
+        c_struct = c_call(call)  # alive until C has read the sinks
         queries = _Queries(
             q=query.data_ptr(),
             token_stride=query.stride(0),
@@ -60,13 +53,13 @@ class CpuBackend:
             num_heads=query.shape[1],
             dtype=_DTYPES[query.dtype],
             out=out.data_ptr(),
-            call=asked,
+            call=c_struct,
         )
         if self._attend(
             ctypes.byref(c_pages(pages)),
             ctypes.byref(new),
             ctypes.byref(queries),
-            ctypes.byref(c_tables(context, tables)),
+            ctypes.byref(c_tables(self._step, self._step.groups[group])),
             torch.get_num_threads(),
         ):
             raise MemoryError("no memory for the attention kernel's tiles")
@@ -133,7 +126,7 @@ class _Queries(ctypes.Structure):  # struct queries
     ]
 
 
-def c_pages(pages: torch.Tensor) -> CPages:
+def c_pages(pages: Tensor) -> CPages:
     """Of a layer's pages [num_blocks, 2, Hkv, page_size, D]."""
     _, _, num_kv_heads, page_size, head_dim = pages.shape
     return CPages(

@@ -11,8 +11,9 @@ from typing import Final
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from worker.attention.interface import AttentionCall, GroupTables, StepContext
+from worker.attention.interface import AttentionCall, StepContext
 
 # Scores computed in one go, over all heads: bounds what a long chunk takes (step_memory.py).
 MOST_SCORES: Final = 2**24
@@ -21,32 +22,21 @@ MOST_SCORES: Final = 2**24
 class ReferenceBackend:
     name = "reference"
 
-    def begin_step(self, context: StepContext) -> None:
-        if context.on_host is None:
+    def begin_step(self, step: StepContext) -> None:
+        if step.on_host is None:
             raise RuntimeError("the reference attention loops over requests on the host: no graphs")
+        self._step = step
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pages: torch.Tensor,
-        context: StepContext,
-        tables: GroupTables,
-        call: AttentionCall,
-    ) -> torch.Tensor:
-        assert context.on_host is not None
-        write(key, value, pages, tables.slot_mapping)
-        group = next(
-            host
-            for host, device in zip(context.on_host.groups, context.groups, strict=True)
-            if device is tables
-        )
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        on_host, (index, pages) = self._step.on_host, self._step.pool.layer_views(call.layer)
+        assert on_host is not None
+        write(key, value, pages, self._step.groups[index].slot_mapping)
+        group = on_host.groups[index]
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        starts = context.on_host.query_start_loc.tolist()
+        starts = on_host.query_start_loc.tolist()
         table_start = group.table_start.tolist()
         blocks = torch.from_numpy(group.blocks).to(pages.device)
-        for r, seq_len in enumerate(context.on_host.seq_lens.tolist()):
+        for r, seq_len in enumerate(on_host.seq_lens.tolist()):
             if starts[r] == starts[r + 1]:
                 continue
             first = int(group.first_positions[r])
@@ -69,9 +59,7 @@ class ReferenceBackend:
         return out
 
 
-def write(
-    key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
+def write(key: Tensor, value: Tensor, pages: Tensor, slot_mapping: Tensor) -> None:
     """Put key and value [T, Hkv, D] into the slots [T], rounded to what the pages hold."""
     page_size = pages.shape[3]
     blocks = torch.div(slot_mapping, page_size, rounding_mode="floor")
@@ -80,9 +68,7 @@ def write(
     pages[:, 1][blocks, :, places] = value.to(pages.dtype)
 
 
-def gather(
-    pages: torch.Tensor, table: torch.Tensor, num_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gather(pages: Tensor, table: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Keys and values [Hkv, num_tokens, D] of the blocks [B] that a table names."""
     page_size = pages.shape[3]
     needed = (num_tokens + page_size - 1) // page_size
@@ -92,13 +78,13 @@ def gather(
 
 
 def attend_one(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
     first_position: int,
     seq_len: int,
     call: AttentionCall,
-) -> torch.Tensor:
+) -> Tensor:
     """One request: query [q, H, D] at the last q positions before seq_len; keys and values
     [Hkv, n, D] from first_position on. Returns [q, H, D]."""
     num_queries = query.shape[0]
@@ -122,12 +108,12 @@ def attend_one(
 
 
 def _attend_explicitly(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
     call: AttentionCall,
-) -> torch.Tensor:
+) -> Tensor:
     """What SDPA cannot do: capped scores, and a sink that takes weight and gives no value."""
     grouped = query.shape[1] // keys.shape[0]
     keys, values = (tensor.repeat_interleave(grouped, dim=0) for tensor in (keys, values))

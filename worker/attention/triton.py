@@ -15,6 +15,7 @@ from typing import Final
 
 import torch
 import triton
+from torch import Tensor
 
 from worker.attention import triton_kernel as kernels
 from worker.attention.interface import AttentionCall, GroupTables, StepContext
@@ -93,46 +94,40 @@ class TritonBackend:
         self._num_programs = num_programs
         self._split = split
         self._workspace = torch.empty(workspace_bytes // 4, dtype=torch.float32, device=device)
-        self._starts: dict[int, torch.Tensor] = {}  # by window: int32 [3, R+1], see plan_work
+        self._starts: dict[int, Tensor] = {}  # by window: int32 [3, R+1], see plan_work
 
-    def begin_step(self, context: StepContext) -> None:
-        self._starts = {}  # the first layer with a window has its work planned
+    def begin_step(self, step: StepContext) -> None:
+        self._step = step
+        self._starts = {}  # the first layer of each window plans its work
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pages: torch.Tensor,
-        context: StepContext,
-        tables: GroupTables,
-        call: AttentionCall,
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        group, pages = self._step.pool.layer_views(call.layer)
+        tables = self._step.groups[group]
         query, key, value = map(_with_whole_rows, (query, key, value))
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if len(query):
             with torch.cuda.device_of(query):  # triton launches on the current device
-                _write_kv(key, value, pages, context, tables, out)
-                self._attend(query, pages, context, tables, call, out)
+                self._write_kv(key, value, pages, tables, out)
+                self._attend(query, pages, tables, call, out)
         return out
 
     def _attend(
         self,
-        query: torch.Tensor,
-        pages: torch.Tensor,
-        context: StepContext,
+        query: Tensor,
+        pages: Tensor,
         tables: GroupTables,
         call: AttentionCall,
-        out: torch.Tensor,
+        out: Tensor,
     ) -> None:
+        step = self._step
         num_tokens, num_heads, head_dim = query.shape
-        num_requests = len(context.seq_lens)
+        num_requests = len(step.seq_lens)
         grouped = num_heads // pages.shape[2]
         window = call.sliding_window or _NO_WINDOW
         itemsize = max(query.itemsize, pages.itemsize)  # a tile's, as it lies and as it is used
         shape = (grouped, head_dim, itemsize, self._shared_memory)
         short = choose_tiles(1, *shape)
-        tiles = choose_tiles(context.longest_query * grouped, *shape)
+        tiles = choose_tiles(step.longest_query * grouped, *shape)
         most_parts = len(self._workspace) // (num_heads * (head_dim + 2))
         partials = self._workspace[: most_parts * num_heads * head_dim]
         part_scales = self._workspace[len(partials) :]
@@ -140,8 +135,8 @@ class TritonBackend:
         if window not in self._starts:
             starts = torch.empty(3, num_requests + 1, dtype=torch.int32, device=query.device)
             kernels.plan_work[(1,)](
-                context.query_start_loc,
-                context.seq_lens,
+                step.query_start_loc,
+                step.seq_lens,
                 starts,
                 num_requests,
                 window,
@@ -160,8 +155,8 @@ class TritonBackend:
                 out,
                 pages,
                 call.sinks,
-                context.query_start_loc,
-                context.seq_lens,
+                step.query_start_loc,
+                step.seq_lens,
                 tables.table_start,
                 tables.blocks,
                 tables.first_positions,
@@ -191,7 +186,7 @@ class TritonBackend:
         kernels.merge[(num_requests, num_heads)](
             out,
             call.sinks,
-            context.query_start_loc,
+            step.query_start_loc,
             starts,
             partials,
             part_scales,
@@ -201,42 +196,36 @@ class TritonBackend:
             BLOCK_D=padded(head_dim),
             num_warps=1,
         )
-        if context.longest_query > short.block_m // grouped:
+        if step.longest_query > short.block_m // grouped:
             most_tiles = num_tokens // (tiles.block_m // grouped) + num_requests
             launch(most_tiles * pages.shape[2], tiles, 0)
 
-
-def _write_kv(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pages: torch.Tensor,
-    context: StepContext,
-    tables: GroupTables,
-    out: torch.Tensor,
-) -> None:
-    num_tokens, num_kv_heads, head_dim = key.shape
-    heads = min(_HEADS_AT_ONCE, triton.next_power_of_2(num_kv_heads))
-    kernels.write_kv[(num_tokens, triton.cdiv(num_kv_heads, heads))](
-        key,
-        value,
-        pages,
-        tables.slot_mapping,
-        out,
-        context.query_start_loc,
-        len(context.seq_lens),
-        *key.stride()[:2],
-        *value.stride()[:2],
-        pages.stride(0),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUPED=out.shape[1] // num_kv_heads,
-        HEAD_DIM=head_dim,
-        PAGE_SIZE=pages.shape[3],
-        BLOCK_H=heads,
-        BLOCK_D=padded(head_dim),
-    )
+    def _write_kv(
+        self, key: Tensor, value: Tensor, pages: Tensor, tables: GroupTables, out: Tensor
+    ) -> None:
+        num_tokens, num_kv_heads, head_dim = key.shape
+        heads = min(_HEADS_AT_ONCE, triton.next_power_of_2(num_kv_heads))
+        kernels.write_kv[(num_tokens, triton.cdiv(num_kv_heads, heads))](
+            key,
+            value,
+            pages,
+            tables.slot_mapping,
+            out,
+            self._step.query_start_loc,
+            len(self._step.seq_lens),
+            *key.stride()[:2],
+            *value.stride()[:2],
+            pages.stride(0),
+            NUM_KV_HEADS=num_kv_heads,
+            GROUPED=out.shape[1] // num_kv_heads,
+            HEAD_DIM=head_dim,
+            PAGE_SIZE=pages.shape[3],
+            BLOCK_H=heads,
+            BLOCK_D=padded(head_dim),
+        )
 
 
-def _with_whole_rows(tensor: torch.Tensor) -> torch.Tensor:
+def _with_whole_rows(tensor: Tensor) -> Tensor:
     """The kernels take any strides but the last."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import nn
 
-from worker.attention.interface import AttentionCall, attend_layer, refuse_mask
+from worker.attention.interface import AttentionCall, attend, refuse_mask
 from worker.cpu_layers.packed_linear import PackedLinear
 from worker.kernels.build import kernel_library
 
@@ -51,7 +50,6 @@ class LayerParts:
     three of q, k and v in one, gate both of gate and up.
     """
 
-    attention: nn.Module  # what attention is told to be called by
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -115,15 +113,14 @@ class Workspace:
 class FusedLayer:
     """Takes the place of a decoder layer's forward."""
 
-    def __init__(self, parts: LayerParts, workspace: Workspace) -> None:
+    def __init__(self, parts: LayerParts, call: AttentionCall, workspace: Workspace) -> None:
         library = kernel_library()
         self._begin, self._end = library.layer_begin, library.layer_end
         self._begin.restype = self._end.restype = None
         self._begin.argtypes = _arguments("ppippi")
         self._end.argtypes = _arguments("pppippi")
-        self.parts, self._workspace = parts, workspace
-        self.call: AttentionCall | None = None  # what the layer asks of its attention
-        self.stack: Stack | None = None  # may answer in this layer's place
+        self.parts, self.call, self._workspace = parts, call, workspace
+        self.stack: Stack | None = None  # to which this layer may defer its work
         self._c_layer = _c_layer(parts)
         self.c_pointer = ctypes.addressof(self._c_layer)  # a `struct layer *`
         self._work = ctypes.addressof(workspace.c_struct)
@@ -142,12 +139,11 @@ class FusedLayer:
         parts = self.parts
         if unknown := unknown_arguments(others):
             raise TypeError(f"a fused layer takes no {', '.join(unknown)}")
-        refuse_mask(parts.attention, attention_mask)
-        if self.stack is not None:
-            answer = self.stack(self, hidden_states, position_embeddings)
-            if answer is not None:
-                return answer
-        assert self.call is not None
+        refuse_mask(self.call.module, attention_mask)
+        if self.stack is not None:  # then the input is returned, but by a model's last layer
+            deferred = self.stack(self, hidden_states, position_embeddings)
+            if deferred is not None:
+                return deferred
         hidden_states = hidden_states.contiguous()
         rows, threads = hidden_states.shape[1], torch.get_num_threads()
         self._workspace.reserve(rows)
@@ -157,7 +153,7 @@ class FusedLayer:
         query, key, value = qkv.transpose(1, 2).split(
             [parts.num_heads, parts.num_kv_heads, parts.num_kv_heads], dim=1
         )
-        attended = attend_layer(parts.attention, query, key, value, self.call).contiguous()
+        attended = attend(query, key, value, self.call).contiguous()
         out = torch.empty_like(hidden_states)
         self._end(
             self.c_pointer,
@@ -180,7 +176,8 @@ def unknown_arguments(arguments: Mapping[str, Any]) -> list[str]:
     ]
 
 
-# (layer, its input, its embeddings) -> its output, or None: then the layer is to compute it
+# (layer, its input, its embeddings) -> what the layer returns, None if it must compute it itself;
+# see decoder_stack.py
 Stack = Callable[[FusedLayer, torch.Tensor, Embeddings | None], torch.Tensor | None]
 
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from worker.attention.interface import AttentionCall, answering
+from worker.attention.interface import StandIn, answering
 from worker.cpu_layers.decoder_layer import FusedLayer
 from worker.cpu_layers.packed_linear import PackedLinear
 from worker.kv.geometry import UnsupportedModel
@@ -182,22 +182,6 @@ def _changes(model: PreTrainedModel, what: str, few: int, many: int) -> Unsuppor
 # ---- whole layers ----
 
 
-class _RowsOnly:
-    """Answers attention calls with a mix of their arguments, row by row."""
-
-    def attend_layer(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
-    ) -> torch.Tensor:
-        grouped = query.shape[1] // value.shape[1]
-        both = (0.1 * key[..., : value.shape[-1]] + value).repeat_interleave(grouped, dim=1)
-        return (0.1 * query[..., : value.shape[-1]] + both).transpose(1, 2).contiguous()
-
-
 class _Enough(Exception):
     """All that is to be compared of a forward has been computed."""
 
@@ -251,7 +235,7 @@ class _Tried:
         self, rows: torch.Tensor, *, to_the_end: bool = True
     ) -> list[tuple[str, torch.Tensor]]:
         events: list[tuple[str, torch.Tensor]] = []
-        with self._watching(events, to_the_end), torch.inference_mode(), answering(_RowsOnly()):
+        with self._watching(events, to_the_end), torch.inference_mode(), answering(StandIn()):
             try:
                 with RowBits():
                     logits = self.model(

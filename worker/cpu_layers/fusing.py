@@ -25,10 +25,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from worker.attention.interface import AttentionCall, answering, layer_index
+from worker.attention.interface import AttentionCall, StandIn, answering
 from worker.cpu_layers.decoder_layer import (
     GELU_TANH,
     SILU,
@@ -82,7 +82,7 @@ _NORMS: Final = {
     },
 }
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class _Unlike(ValueError):
@@ -106,10 +106,10 @@ def fuse_model(model: PreTrainedModel, geometry: Geometry, max_model_len: int) -
     reasons: Counter[str] = Counter()
     for layer in layers:
         try:
-            one = FusedLayer(_parts(layer, geometry), workspace)
+            parts = _parts(layer, geometry)
+            one = FusedLayer(parts, _call_of(layer, recorded), workspace)
             for run in recorded:
                 _prove(one, layer, run)
-            _see_one_call(one, recorded)
         except _Unlike as reason:
             reasons[str(reason)] += 1
         else:
@@ -121,19 +121,12 @@ def fuse_model(model: PreTrainedModel, geometry: Geometry, max_model_len: int) -
     )
     if is_stack:
         DecoderStack(fused, workspace)
-    _logger.info(
+    logger.info(
         "fused %d of %d layers (%s)%s", len(fused), len(layers), name, ", as one" * is_stack
     )
     for why, count in reasons.items():
-        _logger.info("%d layers (%s) stay as they are: %s", count, name, why)
+        logger.info("%d layers (%s) stay as they are: %s", count, name, why)
     return len(fused)
-
-
-def unfuse_model(model: nn.Module) -> None:
-    """Bring every layer's own forward back."""
-    for module in model.modules():
-        if isinstance(vars(module).get("forward"), FusedLayer):
-            del module.forward
 
 
 # ---- recognition ----
@@ -166,7 +159,6 @@ def _parts(layer: nn.Module, geometry: Geometry) -> LayerParts:
     if sum(linear.out_features for linear in gate_up) != 2 * down.in_features:
         raise _Unlike("its gate is not as wide as its MLP")
     parts = LayerParts(
-        attention=attention,
         num_heads=heads[0],
         num_kv_heads=heads[1],
         head_dim=heads[2],
@@ -216,8 +208,8 @@ def _norm(module: nn.Module) -> Norm:
 # ---- proof ----
 
 
-class _Recorder:
-    """Answers attention calls with a mix of their arguments, and keeps all of it."""
+class _Recorder(StandIn):
+    """Records what layers get, ask of their attention, and give."""
 
     def __init__(self) -> None:
         self.calls: dict[int, AttentionCall] = {}
@@ -225,20 +217,10 @@ class _Recorder:
         self.inputs: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.outputs: dict[int, Any] = {}  # of layers
 
-    def attend_layer(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
-    ) -> torch.Tensor:
-        index = layer_index(module)
-        self.calls[index] = call
-        self.asked[index] = tuple(tensor.clone() for tensor in (query, key, value))
-        grouped = query.shape[1] // value.shape[1]
-        mixed = 0.1 * query + value.repeat_interleave(grouped, dim=1)
-        return mixed.transpose(1, 2).contiguous()
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        self.calls[call.layer] = call
+        self.asked[call.layer] = tuple(tensor.clone() for tensor in (query, key, value))
+        return super().attend(query, key, value, call)
 
 
 def tried_positions(config: Mapping[str, Any], max_model_len: int) -> list[int]:
@@ -299,11 +281,9 @@ def _hooks(layer: nn.Module, seen: _Recorder) -> Iterator[Any]:
 
 def _prove(fused: FusedLayer, layer: nn.Module, recorded: _Recorder) -> None:
     """Run it on what the layer got, and compare. Raises _Unlike."""
-    index = layer_index(fused.parts.attention)
-    expected = recorded.outputs.get(id(layer))
-    if index not in recorded.calls or not isinstance(expected, torch.Tensor):
+    index, expected = fused.call.layer, recorded.outputs.get(id(layer))
+    if not isinstance(expected, torch.Tensor):
         raise _Unlike("it gives more than hidden states")
-    fused.call = recorded.calls[index]
     args, kwargs = recorded.inputs[id(layer)]
     unknown = unknown_arguments(kwargs)
     if unknown or len(args) > 1:
@@ -320,16 +300,21 @@ def _prove(fused: FusedLayer, layer: nn.Module, recorded: _Recorder) -> None:
             raise _Unlike(f"its {name} would be another one")
 
 
-def _see_one_call(fused: FusedLayer, recorded: list[_Recorder]) -> None:
-    """What it asks of its attention must not depend on the tokens. Raises _Unlike."""
-    index = layer_index(fused.parts.attention)
-    first, *others = (run.calls[index] for run in recorded)
+def _call_of(layer: nn.Module, recorded: list[_Recorder]) -> AttentionCall:
+    """The layer's attention call, which must not depend on the tokens. Raises _Unlike."""
+    calls = [
+        call for run in recorded for call in run.calls.values() if call.module is layer.self_attn
+    ]
+    if len(calls) != len(recorded):
+        raise _Unlike("its self_attn does not call the attention interface")
+    first, *others = calls
     for other in others:
         if (
             replace(other, sinks=None) != replace(first, sinks=None)
             or other.sinks is not first.sinks
         ):
-            raise _Unlike("what it asks of its attention depends on the tokens")
+            raise _Unlike("its attention call depends on the tokens")
+    return first
 
 
 def _follow_each_other(layers: nn.ModuleList, recorded: _Recorder) -> bool:

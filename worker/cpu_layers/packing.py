@@ -25,7 +25,7 @@ from worker.kernels.build import KernelUnavailable, kernel_library
 
 UNPACKED = "unpacked"  # the plain twin: the model's own layers, whatever they are
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def pack_model(
@@ -53,7 +53,7 @@ def pack_model(
         if weight_format != "float32":
             raise ValueError(f"weight_format is {weight_format!r}, but {obstacle}")
         if (model.device.type, model.dtype) == ("cpu", torch.float32):
-            _logger.warning("linear layers stay unpacked, which is slower: %s", obstacle)
+            logger.warning("linear layers stay unpacked, which is slower: %s", obstacle)
         return
     _replace(model, weight_format, progress, kept)
 
@@ -104,7 +104,7 @@ def _replace(
         progress(done / total)
     storages = Counter(layer.storage for layer in packed.values())
     left = sum(isinstance(module, nn.Linear | Conv1D) for module in model.modules())
-    _logger.info(
+    logger.info(
         "packed %d linear layers as %s (%s): weights %.0f MiB before, %.0f MiB now%s",
         len(packed),
         weight_format,

@@ -50,7 +50,7 @@ _BUILD_SECONDS: Final = 120
 
 Made = TypeVar("Made")
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class KernelUnavailable(RuntimeError):
@@ -139,7 +139,7 @@ def _first_that_compiles(make: Callable[[tuple[str, ...]], Made]) -> Made:
             errors.append(str(error))
             continue
         if _PARALLEL not in flags:
-            _logger.warning(
+            logger.warning(
                 "the C kernels run on one thread: %r builds nothing with OpenMP (%s)",
                 shlex.join(_compiler()),
                 errors[0][-200:],

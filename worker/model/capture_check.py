@@ -4,7 +4,7 @@ A capture records launches and forbids asking the device for a value. torch's Fa
 no values to give: under it, a forward that asks (`.item()`, `bool(tensor)`, `nonzero`) raises, and
 names the operation. So one forward over fake tensors tells before anything is captured.
 
-Owns: this look. Does not own: attention, which is answered with zeros here and is capturable by
+Owns: this look. Does not own: attention, which a stand-in replaces here and which is capturable by
 contract (attention/interface.py), or the capture (graphs.py).
 """
 
@@ -16,11 +16,10 @@ from contextlib import contextmanager
 from typing import Final
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
-from worker.attention.interface import AttentionCall, answering
+from worker.attention.interface import StandIn, answering
 
 _TOKENS: Final = 5
 
@@ -31,7 +30,7 @@ def why_not_capturable(model: PreTrainedModel) -> str | None:
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         torch.inference_mode(),
-        answering(_Zeros()),
+        answering(StandIn()),
         _quiet(),
     ):
         tokens = torch.arange(_TOKENS, device=device)
@@ -57,15 +56,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-
-
-class _Zeros:
-    def attend_layer(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
-    ) -> torch.Tensor:
-        return query.transpose(1, 2).new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-Progress = Callable[[str, float], None]  # what is being done, and how much of it: 0 to 1
+from worker.process.progress import Progress
 
 
 class ModelNotFound(ValueError):

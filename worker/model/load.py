@@ -8,7 +8,7 @@ the embedded model (embedded.py), reading files (checkpoint.py), reasons for ref
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -31,10 +31,7 @@ from worker.model.model_check import check_config
 from worker.model.probe import check_step, observe, refusing
 from worker.model.rope import pin_longrope
 from worker.process import control_group
-
-__all__ = ["LoadedModel", "Progress", "UnsupportedModel", "load_folder", "load_model"]
-
-Progress = Callable[[str, float], None]  # (what is going on, share done from 0 to 1)
+from worker.process.progress import Progress
 
 _DTYPES: Final = {
     "float32": torch.float32,

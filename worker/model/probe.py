@@ -28,15 +28,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from worker.attention.interface import (
-    AttentionCall,
-    UnservedAttention,
-    answering,
-    layer_index,
-)
+from worker.attention.interface import AttentionCall, StandIn, UnservedAttention, answering
 from worker.kv.geometry import SLIDING_ATTENTION, LayerShape, UnsupportedModel, layer_kinds
 from worker.model.watching import Masks, last_module_found, masks_made, weights_watched
 from worker.step.forward import run_model
@@ -150,7 +145,7 @@ def check_step(model: PreTrainedModel, observed: Observed, max_model_len: int) -
             )
 
 
-def _token_ids(model: PreTrainedModel) -> torch.Tensor:
+def _token_ids(model: PreTrainedModel) -> Tensor:
     """Of two requests: the last ones, because the first ones may be padding."""
     count = getattr(model.get_input_embeddings(), "num_embeddings", 2 * _TOKENS)
     return torch.arange(count - 2 * _TOKENS, count, device=model.device).clamp(min=0)
@@ -177,29 +172,22 @@ def refusing(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    module: nn.Module
-    query: torch.Tensor  # kept: a tensor that is gone leaves its address to another one
-    key: torch.Tensor
-    value: torch.Tensor
+    query: Tensor  # kept: a tensor that is gone leaves its address to another one
+    key: Tensor
+    value: Tensor
     call: AttentionCall
     window: int | None  # of its mask, 0 for none; None: it has no mask, or one that does not say
 
 
-class _Seen:
-    """Answers attention calls with a mix of their arguments, and keeps them."""
+class _Seen(StandIn):
+    """Records the attention calls of a forward."""
 
     def __init__(self, masks: Masks) -> None:
         self.calls: list[_Call] = []
         self._masks = masks
 
-    def attend_layer(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        module = call.module
         kind = type(module).__name__
         shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
         _, num_heads, num_tokens, head_dim = shapes[0]
@@ -222,10 +210,8 @@ class _Seen:
         elif self._masks.are_made and getattr(module, "is_causal", True) is False:
             raise UnservedAttention(f"the attention of {kind} is not causal, and has no mask")
         assert not isinstance(window, str)
-        self.calls.append(_Call(module, query, key, value, call, window))
-        grouped = query.shape[1] // key.shape[1]
-        mixed = value + 0.1 * key
-        return (mixed.repeat_interleave(grouped, dim=1) + 0.1 * query).transpose(1, 2).contiguous()
+        self.calls.append(_Call(query, key, value, call, window))
+        return super().attend(query, key, value, call)
 
 
 def _plain(shape: tuple[int, ...]) -> str:
@@ -237,13 +223,13 @@ def _layers(name: str, model: PreTrainedModel, seen: _Seen) -> list[_Call]:
     """The one call of every layer, by index. Layers are the list of modules that callers are in."""
     paths = {module: path for path, module in model.named_modules()}
     lists: dict[str, int] = {}  # of layers that called: its path, its length
-    for call in seen.calls:
-        found = re.match(r"(.*?)\.\d+\.", paths.get(call.module, ""))
+    for seen_call in seen.calls:
+        found = re.match(r"(.*?)\.\d+\.", paths.get(seen_call.call.module, ""))
         if found is not None:
             holder = model.get_submodule(found[1])
             lists[found[1]] = len(holder) if isinstance(holder, nn.ModuleList) else 0
     num_layers = sum(lists.values()) or _promised_layers(model)
-    by_index = {layer_index(call.module): call for call in seen.calls}
+    by_index = {seen_call.call.layer: seen_call for seen_call in seen.calls}
     if len(seen.calls) != num_layers or sorted(by_index) != list(range(num_layers)):
         raise UnsupportedModel(
             f"{name}: it has {num_layers} hidden layers, but its attention was called "

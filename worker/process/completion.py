@@ -23,7 +23,7 @@ from worker.process.link import Link, Session
 logger = logging.getLogger(__name__)
 
 
-class Launched(Protocol):
+class LaunchedStep(Protocol):
     """A step that has begun on the device."""
 
     def wait(self) -> StepResult: ...
@@ -31,7 +31,7 @@ class Launched(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    launched: Launched
+    launched: LaunchedStep
     queue_microseconds: int
 
 
@@ -60,7 +60,7 @@ class Completion:
             self._running.append(step_id)
             self._say_what_runs()
 
-    def add(self, launched: Launched, queue_microseconds: int) -> None:
+    def add(self, launched: LaunchedStep, queue_microseconds: int) -> None:
         """The step that `begin` named last is launched; it waited so long before."""
         self._queue.put(_Step(launched, queue_microseconds))
 

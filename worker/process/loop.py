@@ -20,9 +20,10 @@ from typing import Final, Protocol
 from protos import link_pb2
 from protos.plan import StepPlan
 from worker.process import systemd
-from worker.process.completion import Completion, Launched
+from worker.process.completion import Completion, LaunchedStep
 from worker.process.device_failure import DeviceFailed
 from worker.process.link import Link, PlanRefused, Session, SessionEnded
+from worker.process.progress import Progress
 from worker.process.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -35,16 +36,15 @@ EXIT_FAILED: Final = 1
 _EXPECTED: Final = (ValueError, OSError, ImportError, MemoryError)
 
 
-class Runner(Protocol):
+class StepRunner(Protocol):
     """The loaded model with its KV pool."""
 
-    def launch(self, plan: StepPlan) -> Launched: ...
+    def launch(self, plan: StepPlan) -> LaunchedStep: ...
 
     def ready(self) -> link_pb2.Ready: ...
 
 
-Progress = Callable[[str, float], None]  # what is being done, and how much of it: 0 to 1
-Build = Callable[[link_pb2.Configure, Progress], Runner]
+Build = Callable[[link_pb2.Configure, Progress], StepRunner]
 
 
 def serve(link: Link, build: Build) -> int:
@@ -61,7 +61,7 @@ def serve(link: Link, build: Build) -> int:
 
 
 def _serve(link: Link, build: Build, watchdog: Watchdog) -> int:
-    runner: Runner | None = None
+    runner: StepRunner | None = None
     built: link_pb2.Configure | None = None
     while True:
         systemd.notify("STATUS=waiting for the scheduler")
@@ -91,7 +91,7 @@ def _serve(link: Link, build: Build, watchdog: Watchdog) -> int:
             logger.info("session ended after step %d", session.last_finished_step)
 
 
-def run_steps(link: Link, session: Session, runner: Runner) -> None:
+def run_steps(link: Link, session: Session, runner: StepRunner) -> None:
     """Plans in, results out; a step may be launched while the one before it runs.
 
     Raises SessionEnded when all that was launched has ended, or DeviceFailed.
@@ -105,7 +105,7 @@ def run_steps(link: Link, session: Session, runner: Runner) -> None:
         raise
 
 
-def _run_one(session: Session, runner: Runner, completion: Completion) -> None:
+def _run_one(session: Session, runner: StepRunner, completion: Completion) -> None:
     try:
         received = session.receive()
     except PlanRefused as error:
@@ -136,7 +136,7 @@ def _wait_for_resume(session: Session) -> None:
     logger.info("resumed; %d plans were discarded", num_discarded)
 
 
-def _load(link: Link, session: Session, build: Build) -> Runner:
+def _load(link: Link, session: Session, build: Build) -> StepRunner:
     said: tuple[str, int] | None = None
 
     def progress(what: str, fraction: float) -> None:

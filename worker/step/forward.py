@@ -17,7 +17,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from worker.attention.interface import AttentionBackend, LayerHandler, StepContext, answering
+from worker.attention.interface import (
+    AttentionBackend,
+    AttentionHandler,
+    PagedAttention,
+    StepContext,
+    answering,
+)
 from worker.batch.inputs import StepInputs
 from worker.kv.kv_pool import KvPool
 from worker.step.io_buffers import DeviceInputs
@@ -56,8 +62,7 @@ class Forward:
         token_ids = torch.where(
             inputs.token_ids < 0, self._last_token[inputs.token_rows], inputs.token_ids
         )
-        context = StepContext(
-            backend=self._backend,
+        step = StepContext(
             pool=self._pool,
             query_start_loc=inputs.query_start_loc,
             seq_lens=inputs.seq_lens,
@@ -65,11 +70,11 @@ class Forward:
             longest_query=longest_query,
             on_host=on_host,
         )
-        self._backend.begin_step(context)
+        self._backend.begin_step(step)
         logits, hidden = run_model(
             self._model,
             self._hidden_states,
-            context,
+            PagedAttention(self._backend, step),
             token_ids,
             inputs.positions,
             inputs.logits_indices,
@@ -84,7 +89,7 @@ class Forward:
 def run_model(
     model: PreTrainedModel,
     hidden_states: nn.Module,
-    handler: LayerHandler,
+    handler: AttentionHandler,
     token_ids: torch.Tensor,
     positions: torch.Tensor,
     logits_indices: torch.Tensor,

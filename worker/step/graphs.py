@@ -29,12 +29,13 @@ import torch
 
 from worker.batch.inputs import StepInputs
 from worker.batch.padding import PaddedShape, PaddedShapes
+from worker.process.progress import Progress
 from worker.step.forward import Forward, Forwarded
 from worker.step.io_buffers import InputBuffer
 
 MOST_MIXED: Final = 24  # graphs of mixed shapes that are kept
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class StaticForward:
@@ -65,7 +66,7 @@ class StaticForward:
         """Rows of the decode graphs."""
         return sorted(shape.num_tokens for shape in self._graphs if shape.is_decode)
 
-    def capture_first_shapes(self, progress: Callable[[str, float], None]) -> None:
+    def capture_first_shapes(self, progress: Progress) -> None:
         """All decode shapes, largest first; then the smallest mixed one, so that what all mixed
         ones need is compiled now. Nothing where graphs cannot be captured."""
         tokens = self.shapes.mixed_sizes[0]
@@ -78,7 +79,7 @@ class StaticForward:
                 return
             progress(f"capturing a graph of {shape.num_tokens} tokens", done / len(shapes))
             self._graph_of(shape)
-        _logger.info("captured %d graphs in %.1f s", len(self._graphs), self.capture_seconds)
+        logger.info("captured %d graphs in %.1f s", len(self._graphs), self.capture_seconds)
 
     def __call__(self, source: InputBuffer, inputs: StepInputs, shape: PaddedShape) -> Forwarded:
         """Run the step that `inputs` were written to `source` for; what it gives lives until the
@@ -131,7 +132,7 @@ class StaticForward:
                 forwarded = self._keep(self._forward(inputs, shape.longest_query, None))
         except RuntimeError as error:
             self._captures = False
-            _logger.warning(
+            logger.warning(
                 "no more CUDA graphs after %d: the capture of %s failed: %s",
                 len(self._graphs), shape, error,
             )  # fmt: skip
@@ -139,7 +140,7 @@ class StaticForward:
         seconds = time.perf_counter() - begin
         self.capture_seconds += seconds
         if not shape.is_decode:
-            _logger.info("captured a graph of %s in %.1f s", shape, seconds)
+            logger.info("captured a graph of %s in %.1f s", shape, seconds)
         return _Graph(graph, forwarded)
 
     def _keep(self, forwarded: Forwarded) -> Forwarded:

@@ -1,0 +1,7 @@
+"""How far loading is, told to whoever waits for it: the log, systemd, the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Progress = Callable[[str, float], None]  # (what is being done, share of it that is done, 0 to 1)
