@@ -24,12 +24,12 @@ from types import FrameType
 from typing import Any
 
 from protos import link_pb2
-from protos.session import PROTOCOL
+from protos.link import PROTOCOL
 from worker.kernels.build import build_ahead
 from worker.process import systemd
 from worker.process.control_group import usable_threads
 from worker.process.curve import CurveKeys
-from worker.process.link import Link
+from worker.process.link import SchedulerLink
 from worker.process.loop import EXIT_CANNOT_LOAD, StepRunner, serve
 from worker.process.progress import Progress
 
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         if keys is None and options.connect.startswith("tcp://"):
             logger.warning("%s without CURVE keys: whoever can reach it sees every prompt (%s)",
                            options.connect, "python -m pydoc worker.curve")  # fmt: skip
-        link = Link(options.connect, hello(), keys)
+        link = SchedulerLink(options.connect, hello(), keys)
         systemd.notify("READY=1")
         import_ahead()
         code = serve(link, build)

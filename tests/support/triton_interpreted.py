@@ -20,6 +20,7 @@ from worker.attention.reference import ReferenceBackend
 from worker.attention.triton import TritonBackend
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/worker/test_triton.py"
+pytest_plugins = ("tests.worker.conftest",)  # its fixtures
 # numpy warns where the kernel divides 0 by 0 in rows of a tile that belong to no query
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
@@ -176,7 +177,7 @@ def test_models_answer_as_with_the_reference(served, family):
     answers = []
     for chosen in (ReferenceBackend(), backend(split=64)):
         it = served(family)
-        it.runner.backend = chosen
+        it.runner._forward._backend = chosen
         answers.append(
             serve(it.runner, it.planner, it.sample, prompts, max_tokens, chunk=33, stagger=1)
         )

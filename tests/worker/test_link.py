@@ -12,13 +12,13 @@ import zmq
 from zmq.auth import create_certificates, load_certificate
 
 from protos import link_pb2
+from protos.link import PROTOCOL
 from protos.plan import StepResult
-from protos.session import PROTOCOL
 from tests.support.fake_scheduler import FakeScheduler, make_plan
 from worker.process.curve import CurveKeys
-from worker.process.link import Link, LinkClosed, PlanRefused, SessionEnded
+from worker.process.link import LinkClosed, PlanRefused, SchedulerLink, SessionEnded
 
-MakeLink = Callable[..., Link]
+MakeLink = Callable[..., SchedulerLink]
 MakeScheduler = Callable[..., FakeScheduler]
 
 
@@ -42,11 +42,13 @@ def make_scheduler(address: str) -> Iterator[MakeScheduler]:
 
 @pytest.fixture
 def make_link(address: str) -> Iterator[MakeLink]:
-    made: list[Link] = []
+    made: list[SchedulerLink] = []
 
-    def make(heartbeat_seconds: float = 0.02, peer_timeout: float = 60.0) -> Link:
+    def make(heartbeat_seconds: float = 0.02, peer_timeout: float = 60.0) -> SchedulerLink:
         hello = link_pb2.Hello(protocol=PROTOCOL, host="here", pid=42)
-        link = Link(address, hello, heartbeat_seconds=heartbeat_seconds, peer_timeout=peer_timeout)
+        link = SchedulerLink(
+            address, hello, heartbeat_seconds=heartbeat_seconds, peer_timeout=peer_timeout
+        )
         made.append(link)
         return link
 
@@ -149,7 +151,7 @@ def test_step_out_of_order_is_refused_until_resume(
     scheduler.send(resume=link_pb2.Resume(next_step_id=20))
     scheduler.send_plan(make_plan(20))
     assert [session.receive().plan.step_id for _ in range(2)] == [5, 6]
-    with pytest.raises(PlanRefused, match="step 8 came where 7 was expected") as refused:
+    with pytest.raises(PlanRefused, match="received step 8, expected 7") as refused:
         session.receive()
     assert refused.value.step_id == 8
     assert session.wait_for_resume() == 1
@@ -313,7 +315,7 @@ def test_close_says_bye_after_what_was_sent(
 def test_bad_address_is_named(bad: str) -> None:
     """A typing error must not wait for a scheduler for ever."""
     with pytest.raises(ValueError, match="allowed: ipc://PATH or tcp://HOST:PORT"):
-        Link(bad, link_pb2.Hello())
+        SchedulerLink(bad, link_pb2.Hello())
 
 
 def test_curve_encrypts_and_keeps_others_out(tmp_path: Path) -> None:
@@ -334,7 +336,7 @@ def test_curve_encrypts_and_keeps_others_out(tmp_path: Path) -> None:
         stranger.linger = 0
         stranger.connect(address)
         stranger.send(link_pb2.Envelope(hello=link_pb2.Hello(pid=1)).SerializeToString())
-        link = Link(address, link_pb2.Hello(pid=2), keys)
+        link = SchedulerLink(address, link_pb2.Hello(pid=2), keys)
         try:
             assert scheduler.configure().hello.pid == 2
             assert link.accept().scheduler_boot_id == 7

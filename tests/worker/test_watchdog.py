@@ -147,7 +147,7 @@ HANGING = """
 import logging, sys, time
 from protos import link_pb2
 from tests.worker.test_loop import FakeRunner
-from worker.process.link import Link
+from worker.process.link import SchedulerLink
 from worker.process.loop import serve
 
 class Hangs(FakeRunner):
@@ -160,7 +160,7 @@ class Hangs(FakeRunner):
         return step
 
 logging.basicConfig()
-sys.exit(serve(Link(sys.argv[1], link_pb2.Hello()), lambda configure, progress: Hangs()))
+sys.exit(serve(SchedulerLink(sys.argv[1], link_pb2.Hello()), lambda configure, progress: Hangs()))
 """
 
 

@@ -18,11 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from protos.link import FULL_ATTENTION, SLIDING_ATTENTION
 from protos.plan import NUM_RESERVED_CHUNKS, PADDING_READ_CHUNK, PADDING_WRITE_CHUNK
 from worker.kv.tiling import Tiling, choose_tiling
 
-FULL_ATTENTION: Final = "full_attention"
-SLIDING_ATTENTION: Final = "sliding_attention"
 SERVED_KINDS: Final = (FULL_ATTENTION, SLIDING_ATTENTION)
 _MOST_KINDS: Final = 2  # of layers in one model; tiling.py
 

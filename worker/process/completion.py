@@ -18,7 +18,7 @@ from typing import Protocol
 
 from protos.plan import StepResult
 from worker.process.device_failure import DeviceFailed
-from worker.process.link import Link, Session
+from worker.process.link import SchedulerLink, Session
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class _Fault:
 class Completion:
     """For one session. `finish` must be called before another session begins."""
 
-    def __init__(self, link: Link, session: Session) -> None:
+    def __init__(self, link: SchedulerLink, session: Session) -> None:
         self._link = link
         self._session = session
         self._queue: queue.SimpleQueue[_Step | _Fault | None] = queue.SimpleQueue()

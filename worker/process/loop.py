@@ -22,7 +22,7 @@ from protos.plan import StepPlan
 from worker.process import systemd
 from worker.process.completion import Completion, LaunchedStep
 from worker.process.device_failure import DeviceFailed
-from worker.process.link import Link, PlanRefused, Session, SessionEnded
+from worker.process.link import PlanRefused, SchedulerLink, Session, SessionEnded
 from worker.process.progress import Progress
 from worker.process.watchdog import Watchdog
 
@@ -47,7 +47,7 @@ class StepRunner(Protocol):
 Build = Callable[[link_pb2.Configure, Progress], StepRunner]
 
 
-def serve(link: Link, build: Build) -> int:
+def serve(link: SchedulerLink, build: Build) -> int:
     """Session after session, until loading or the device fails: the exit code.
 
     Raises LinkClosed. A step that outlives the Configure's step_timeout ends the process.
@@ -60,7 +60,7 @@ def serve(link: Link, build: Build) -> int:
         watchdog.stop()
 
 
-def _serve(link: Link, build: Build, watchdog: Watchdog) -> int:
+def _serve(link: SchedulerLink, build: Build, watchdog: Watchdog) -> int:
     runner: StepRunner | None = None
     built: link_pb2.Configure | None = None
     while True:
@@ -91,7 +91,7 @@ def _serve(link: Link, build: Build, watchdog: Watchdog) -> int:
             logger.info("session ended after step %d", session.last_finished_step)
 
 
-def run_steps(link: Link, session: Session, runner: StepRunner) -> None:
+def run_steps(link: SchedulerLink, session: Session, runner: StepRunner) -> None:
     """Plans in, results out; a step may be launched while the one before it runs.
 
     Raises SessionEnded when all that was launched has ended, or DeviceFailed.
@@ -136,7 +136,7 @@ def _wait_for_resume(session: Session) -> None:
     logger.info("resumed; %d plans were discarded", num_discarded)
 
 
-def _load(link: Link, session: Session, build: Build) -> StepRunner:
+def _load(link: SchedulerLink, session: Session, build: Build) -> StepRunner:
     said: tuple[str, int] | None = None
 
     def progress(what: str, fraction: float) -> None:

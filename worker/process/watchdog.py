@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from worker.process import systemd
-from worker.process.link import Link
+from worker.process.link import SchedulerLink
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Watchdog:
 
     def __init__(
         self,
-        link: Link,
+        link: SchedulerLink,
         end_process: Callable[[], None] = _end_process,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
