@@ -223,10 +223,10 @@ def test_falls_back_with_one_warning_without_a_compiler(monkeypatch, tmp_path, c
     ("wanted", "device", "dtype", "message"),
     [
         ("flash", "cpu", torch.float32, "'flash'; allowed are auto, reference, cpu, triton"),
-        ("cpu", "cpu", torch.float64, "the C kernel has no torch.float64"),
+        ("cpu", "cpu", torch.float64, "the C kernel does not support torch.float64"),
         ("cpu", "cuda:0", torch.float32, "the C kernel runs on the CPU, not on cuda:0"),
         ("triton", "cpu", torch.float32, "the Triton kernel runs on CUDA, not on cpu"),
-        ("triton", "cuda:0", torch.float64, "the Triton kernel has no torch.float64"),
+        ("triton", "cuda:0", torch.float64, "the Triton kernel does not support torch.float64"),
         ("triton", "cuda:0", torch.float16, "heads of at most 256, not of 512"),
     ],
 )

@@ -356,5 +356,5 @@ def test_curve_needs_both_keys(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="CHAIRLIFT_CURVE_KEY_FILE is not set"):
         CurveKeys.from_environment(server)
     public_only = {"CHAIRLIFT_CURVE_KEY_FILE": str(tmp_path / "worker.key")}
-    with pytest.raises(ValueError, match="holds no secret key"):
+    with pytest.raises(ValueError, match="contains no secret key"):
         CurveKeys.from_environment(public_only | server)

@@ -1,7 +1,7 @@
-"""Attention backends, and which one serves a model.
+"""Attention backends, and the choice of one for a model.
 
 `reference` runs everywhere and is the oracle; `cpu` is the C kernel, `triton` the one for CUDA.
-Asked for "auto", a device gets its own kernel if that can be had, and else the reference.
+"auto" chooses the device's own kernel if it is available, else the reference.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from worker.kernels.build import KernelUnavailable, kernel_library
 
 _CHOICES: Final = ("auto", "reference", "cpu", "triton")
 _KERNELS: Final = {"cpu": "cpu", "cuda": "triton"}  # by type of device
-_MOST_HEAD_DIM: Final = 256  # of triton: larger tiles do not fit the shared memory
+_MOST_HEAD_DIM: Final = 256  # of triton: larger tiles do not fit into shared memory
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ def choose_backend(
 ) -> AttentionBackend:
     """The backend for `wanted`: auto, reference, cpu or triton ("" = auto).
 
-    Where a kernel is due but cannot be had, the reference takes its place with one warning.
-    Raises ValueError for what cannot be, `deterministic` without the C kernel included.
+    A kernel that cannot be built is replaced by the reference, with one warning. Raises ValueError
+    for an impossible combination, including `deterministic` without the C kernel.
     """
     wanted = wanted or "auto"
     if wanted not in _CHOICES:
@@ -56,20 +56,20 @@ def choose_backend(
 
 
 def _obstacle(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why `kernel` cannot serve this, if it cannot."""
+    """Why `kernel` cannot serve this model here; None if it can."""
     name, place = {"cpu": ("C", "the CPU"), "triton": ("Triton", "CUDA")}[kernel]
     if _KERNELS.get(device.type) != kernel:
         return f"the {name} kernel runs on {place}, not on {device}"
     if dtype not in SUPPORTED_DTYPES:  # the same ones for both
-        return f"the {name} kernel has no {dtype}"
+        return f"the {name} kernel does not support {dtype}"
     if kernel == "triton" and head_dim > _MOST_HEAD_DIM:
-        return f"the {name} kernel takes heads of at most {_MOST_HEAD_DIM}, not of {head_dim}"
+        return f"the {name} kernel supports heads of at most {_MOST_HEAD_DIM}, not of {head_dim}"
     return None
 
 
 def _triton_backend(device: torch.device) -> AttentionBackend:
     try:
-        from worker.attention.triton import TritonBackend  # only torch for CUDA brings triton
+        from worker.attention.triton import TritonBackend  # triton comes with torch for CUDA only
     except ImportError as error:
         raise KernelUnavailable(f"triton cannot be imported: {error}") from error
     return TritonBackend(device)
@@ -78,8 +78,8 @@ def _triton_backend(device: torch.device) -> AttentionBackend:
 def _check_deterministic(wanted: str, device: torch.device, dtype: torch.dtype) -> None:
     if device.type != "cpu" or dtype != torch.float32:
         raise ValueError(
-            f"deterministic needs float32 on the CPU; this is {dtype} on {device}, where the bits "
-            f"of a row depend on what else is in the batch"
+            f"deterministic needs float32 on the CPU; this is {dtype} on {device}, where a row's "
+            f"bits depend on the rest of the batch"
         )
     if wanted == "reference":
         raise ValueError(

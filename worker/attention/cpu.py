@@ -1,8 +1,8 @@
 """The CPU backend: calls the C kernel through ctypes.
 
-Owns: handing tensors over as pointers, lengths and strides, for whoever else calls the kernel too
-(decoder_stack.py). Does not own: arithmetic (kernels/paged.c), building it (kernels/build.py), or
-when to use it (attention/__init__.py).
+Owns: passing tensors to C as pointers, lengths and strides, also for decoder_stack.py. Does not
+own: arithmetic (kernels/paged.c), building it (kernels/build.py), when to use it
+(attention/__init__.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CpuBackend:
             num_tokens=key.shape[0],
             dtype=_DTYPES[key.dtype],
         )
-        c_struct = c_call(call)  # alive until C has read the sinks
+        c_struct = c_call(call)  # keeps the sinks alive until C has read them
         queries = _Queries(
             q=query.data_ptr(),
             token_stride=query.stride(0),
@@ -62,7 +62,7 @@ class CpuBackend:
             ctypes.byref(c_tables(self._step, self._step.groups[group])),
             torch.get_num_threads(),
         ):
-            raise MemoryError("no memory for the attention kernel's tiles")
+            raise MemoryError("cannot allocate memory for the attention kernel's tiles")
         return out
 
 
@@ -127,7 +127,7 @@ class _Queries(ctypes.Structure):  # struct queries
 
 
 def c_pages(pages: Tensor) -> CPages:
-    """Of a layer's pages [num_blocks, 2, Hkv, page_size, D]."""
+    """For a layer's pages [num_blocks, 2, Hkv, page_size, D], which must outlive it."""
     _, _, num_kv_heads, page_size, head_dim = pages.shape
     return CPages(
         pages=pages.data_ptr(),
@@ -140,7 +140,7 @@ def c_pages(pages: Tensor) -> CPages:
 
 
 def c_call(call: AttentionCall) -> CCall:
-    """The sinks that are pointed to live as long as the result, not as its copies."""
+    """The sinks it points to live as long as this struct, not as long as a copy of it."""
     made = CCall(scaling=call.scaling, softcap=call.softcap, sliding_window=call.sliding_window)
     if call.sinks is not None:
         made.kept = call.sinks.to(torch.float32).contiguous()
@@ -149,7 +149,7 @@ def c_call(call: AttentionCall) -> CCall:
 
 
 def c_tables(context: StepContext, tables: GroupTables) -> CTables:
-    """Of a step, for the layers of one group; both must outlive it."""
+    """For the layers of one cache group in one step; `context` and `tables` must outlive it."""
     return CTables(
         num_requests=len(context.seq_lens),
         query_start_loc=context.query_start_loc.data_ptr(),

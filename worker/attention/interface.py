@@ -1,12 +1,13 @@
-"""The attention function that transformers models call, and what it needs to know of a step.
+"""The attention function that transformers models call, and the path from it to a backend.
 
-A model calls `chairlift_paged` once per layer, without a cache and without a mask. What the call
-cannot carry (some models drop keyword arguments) lies in a module-level variable for the length of
-one forward: the StepContext. The function writes the layer's new keys and values into the pool
-through slot_mapping, then lets the backend attend through the block tables.
+A model calls `chairlift_paged` once per layer, without a cache and without a mask. The call becomes
+an AttentionCall, which a handler computes: `attend(query, key, value, call)`. Some models drop
+keyword arguments, so the handler is a module-level variable for the duration of a forward. In a
+step it is PagedAttention: its backend writes the layer's new keys and values into the pool through
+slot_mapping, then attends through the block tables.
 
-Owns: the registration, the context, the seam between model and backend. Does not own: arithmetic
-(reference.py, cpu.py), or how a plan becomes tables (worker/batch/inputs.py).
+Owns: the registration, the call, the step's context. Does not own: arithmetic (reference.py,
+cpu.py, triton.py), how a plan becomes tables (worker/batch/inputs.py).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from worker.kv.kv_pool import KvPool
 # treats such names in special ways.
 ATTENTION_NAME: Final = "chairlift_paged"
 
-# Keyword arguments of models that change nothing here. What a step needs of them reaches attention
-# by other ways; the rest concern training, caches and outputs that are not asked for.
+# Keyword arguments that change nothing here: a step passes their information in other ways, or
+# they concern training, caches and outputs that nobody requests.
 _HARMLESS: Final = frozenset(
     {
         "cache",
@@ -50,7 +51,7 @@ _HARMLESS: Final = frozenset(
 
 
 class UnservedAttention(RuntimeError):
-    """A layer asks its attention for something that the paged kernels do not compute."""
+    """A layer needs attention that the paged kernels do not compute."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,9 +155,9 @@ _handler: AttentionHandler | None = None
 
 @contextmanager
 def answering(handler: AttentionHandler) -> Iterator[None]:
-    """While this holds, `handler` answers the attention calls of the model that runs.
+    """Inside, `handler` computes the attention calls of models.
 
-    One forward at a time in a process; a second one inside the first is a bug.
+    A process runs one forward at a time; a second one inside the first is a bug.
     """
     global _handler
     if _handler is not None:
@@ -203,19 +204,19 @@ def _refuse_argument(module: nn.Module, name: str, argument: Any) -> None:
         if argument is not False:
             return
         raise UnservedAttention(
-            f"{type(module).__name__} asks for attention that is not causal (is_causal=False); a "
-            f"KV cache needs causal attention"
+            f"{type(module).__name__} needs attention that is not causal (is_causal=False); a KV "
+            f"cache needs causal attention"
         )
     raise UnservedAttention(
         f"{type(module).__name__} passes {name} to its attention, which {ATTENTION_NAME} does not "
-        f"know; it would be left out of the result"
+        f"support and would ignore"
     )
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """What the current handler computes; see AttentionHandler."""
     if _handler is None:
-        raise RuntimeError(f"{ATTENTION_NAME} was called outside of a step: there is no context")
+        raise RuntimeError(f"{ATTENTION_NAME} was called outside of a step: it has no handler")
     return _handler.attend(query, key, value, call)
 
 
@@ -235,17 +236,17 @@ def with_window_of(pool: KvPool, call: AttentionCall) -> AttentionCall:
 
 
 def refuse_mask(module: nn.Module, attention_mask: Tensor | None) -> None:
-    """Raises UnservedAttention where a model makes a mask after all."""
+    """Raises UnservedAttention if a model makes a mask after all."""
     if attention_mask is not None:
         raise UnservedAttention(
-            f"{type(module).__name__} makes an attention mask of its own; {ATTENTION_NAME} serves "
+            f"{type(module).__name__} makes an attention mask of its own; {ATTENTION_NAME} computes "
             f"causal attention, full or within a window"
         )
 
 
 def register() -> None:
-    """Make the function known to transformers. No mask function is registered under its name, so
+    """Registers the function with transformers. No mask function is registered under its name, so
     that models create no masks."""
-    from transformers import AttentionInterface  # heavy, and needed here only
+    from transformers import AttentionInterface  # heavy, and needed only here
 
     AttentionInterface.register(ATTENTION_NAME, chairlift_paged)

@@ -1,7 +1,7 @@
-"""The reference backend: gather each request's keys, then plain attention. Any device and dtype.
+"""The reference backend: gathers each request's keys, then plain attention. Any device and dtype.
 
-The oracle that other backends are compared with, and the fallback where they cannot run. Request
-by request, because padding SDPA over a batch is far slower. Masks are explicit: SDPA's `is_causal`
+The oracle for the other backends, and the fallback where they cannot run. It goes request by
+request, because SDPA over a padded batch is far slower. Masks are explicit: SDPA's `is_causal`
 aligns top-left, which is wrong for a chunk that continues a prompt.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from worker.attention.interface import AttentionCall, StepContext
 
-# Scores computed in one go, over all heads: bounds what a long chunk takes (step_memory.py).
+# Scores computed at once, over all heads: bounds the memory of a long chunk (step_memory.py).
 MOST_SCORES: Final = 2**24
 
 
@@ -24,7 +24,7 @@ class ReferenceBackend:
 
     def begin_step(self, step: StepContext) -> None:
         if step.on_host is None:
-            raise RuntimeError("the reference attention loops over requests on the host: no graphs")
+            raise RuntimeError("the reference attention loops on the host: it cannot be captured")
         self._step = step
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
@@ -60,7 +60,7 @@ class ReferenceBackend:
 
 
 def write(key: Tensor, value: Tensor, pages: Tensor, slot_mapping: Tensor) -> None:
-    """Put key and value [T, Hkv, D] into the slots [T], rounded to what the pages hold."""
+    """Writes key and value [T, Hkv, D] into the slots [T], rounded to the dtype of the pages."""
     page_size = pages.shape[3]
     blocks = torch.div(slot_mapping, page_size, rounding_mode="floor")
     places = slot_mapping % page_size
@@ -69,7 +69,7 @@ def write(key: Tensor, value: Tensor, pages: Tensor, slot_mapping: Tensor) -> No
 
 
 def gather(pages: Tensor, table: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [Hkv, num_tokens, D] of the blocks [B] that a table names."""
+    """Keys and values [Hkv, num_tokens, D] from the blocks [B] of a table."""
     page_size = pages.shape[3]
     needed = (num_tokens + page_size - 1) // page_size
     found = pages[table[:needed].long()]  # [blocks, 2, Hkv, page, D]
@@ -86,7 +86,7 @@ def attend_one(
     call: AttentionCall,
 ) -> Tensor:
     """One request: query [q, H, D] at the last q positions before seq_len; keys and values
-    [Hkv, n, D] from first_position on. Returns [q, H, D]."""
+    [Hkv, n, D] from first_position on. -> [q, H, D]."""
     num_queries = query.shape[0]
     position = torch.arange(seq_len - num_queries, seq_len, device=query.device)[:, None]
     key_position = torch.arange(first_position, seq_len, device=query.device)[None]
@@ -114,7 +114,7 @@ def _attend_explicitly(
     visible: Tensor,
     call: AttentionCall,
 ) -> Tensor:
-    """What SDPA cannot do: capped scores, and a sink that takes weight and gives no value."""
+    """What SDPA cannot do: capped scores, and a sink that takes weight but has no value."""
     grouped = query.shape[1] // keys.shape[0]
     keys, values = (tensor.repeat_interleave(grouped, dim=0) for tensor in (keys, values))
     wide = torch.promote_types(query.dtype, torch.float32)

@@ -1,11 +1,11 @@
 """The CUDA backend: launches the Triton kernels.
 
 Owns: tile sizes, launches, the workspace for pieces of split requests. Does not own: arithmetic
-(triton_kernel.py), or when to use it (attention/__init__.py).
+(triton_kernel.py), when to use it (attention/__init__.py).
 
-Everything may be captured in a graph: launches follow from shapes and from context.longest_query,
-and nothing is read back. The first call with a new combination of types, head size and tiles
-compiles, for seconds; so capture after a warm-up.
+All of it can be captured in a graph: launches depend on shapes and on step.longest_query only, and
+nothing is read back. The first call with a new combination of types, head size and tiles compiles
+for seconds; so capture after a warm-up.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from torch import Tensor
 from worker.attention import triton_kernel as kernels
 from worker.attention.interface import AttentionCall, GroupTables, StepContext
 
-# Keys of a piece. Fixed, else a request's bits would depend on what else is in the batch.
+# Keys of a piece. Fixed, else a request's bits would depend on the rest of the batch.
 _SPLIT: Final = 512
-# Room for pieces: at 32 heads of 128 that is 4,000 of 512 keys, more than 2 million keys in one
-# step. What finds no room is computed all the same, by fewer programs.
+# Space for pieces: at 32 heads of 128 for 4,000 of 512 keys, more than 2 million keys in one step.
+# Requests that exceed it are still computed, by fewer programs.
 _WORKSPACE_BYTES: Final = 64 * 2**20
 _NO_WINDOW: Final = 2**30
 _PROGRAMS_PER_PROCESSOR: Final = 2
 _REQUESTS_AT_ONCE: Final = 256  # of plan_work
 _HEADS_AT_ONCE: Final = 8  # of write_kv
-_AMPLE: Final = 160 * 2**10  # bytes of shared memory; no tiles need as much
+_AMPLE: Final = 160 * 2**10  # bytes of shared memory; no tiles need that much
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How one launch of `attend` cuts its work."""
+    """How one launch of `attend` divides its work."""
 
     block_m: int  # rows: query tokens times query heads of a KV head
     block_n: int  # keys
     num_warps: int
-    num_stages: int  # key tiles in flight, the one that is computed included
+    num_stages: int  # key tiles in flight, including the one being computed
 
 
 def choose_tiles(
     rows: int, grouped: int, head_dim: int, itemsize: int, shared_memory: int = _AMPLE
 ) -> Tiles:
     """Tiles for requests of at most `rows` rows (query tokens times `grouped` query heads of a KV
-    head), on a device whose programs may take `shared_memory` bytes. What fits the lowest tile
-    counts as short.
+    head), on a device whose programs may use `shared_memory` bytes. Requests that fit into the
+    lowest tile are short.
 
-    Reasoned for A100 (164 KB of shared memory in a processor) and H200 (228 KB), not measured;
-    other cards have 99 KiB for a program, where wide heads in float32 need lower tiles of keys.
-    Short requests are bound by memory: low tiles, two programs in a processor, two tiles of keys
-    and of values in flight in each, beside the table entries of a third. Long ones are bound by
-    arithmetic: tiles as big as registers allow. float32 must do without tensor cores.
+    Derived for A100 (164 KB of shared memory per processor) and H200 (228 KB), not measured; other
+    cards offer 99 KiB per program, where wide heads in float32 need lower tiles of keys. Short
+    requests are bound by memory: low tiles, two programs per processor, each with two tiles of keys
+    and of values in flight, besides the table entries of a third. Long ones are bound by
+    arithmetic: tiles as big as registers allow. float32 cannot use tensor cores.
     """
     row_bytes = padded(head_dim) * itemsize
     block_n = 64 if row_bytes <= 256 else 32
@@ -70,10 +70,10 @@ def choose_tiles(
 
 
 class TritonBackend:
-    """Attention in Triton. The bits of a decoding request do not depend on the batch it is in.
+    """Attention in Triton. The bits of a decoding request do not depend on its batch.
 
     `split` (keys of a piece: a multiple of every key tile), `workspace_bytes` and `num_programs`
-    are for tests, which make them small. By default the programs fill the device.
+    are parameters for tests, which make them small. By default the programs fill the device.
     """
 
     name = "triton"
@@ -124,7 +124,7 @@ class TritonBackend:
         num_requests = len(step.seq_lens)
         grouped = num_heads // pages.shape[2]
         window = call.sliding_window or _NO_WINDOW
-        itemsize = max(query.itemsize, pages.itemsize)  # a tile's, as it lies and as it is used
+        itemsize = max(query.itemsize, pages.itemsize)  # of a tile, as loaded and as computed with
         shape = (grouped, head_dim, itemsize, self._shared_memory)
         short = choose_tiles(1, *shape)
         tiles = choose_tiles(step.longest_query * grouped, *shape)
@@ -226,10 +226,10 @@ class TritonBackend:
 
 
 def _with_whole_rows(tensor: Tensor) -> Tensor:
-    """The kernels take any strides but the last."""
+    """The kernels accept any strides except in the last dimension."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def padded(head_dim: int) -> int:
-    """Tiles are powers of two, and products are taken over 16 numbers at least."""
+    """The tile width for head_dim: a power of two, and at least 16, which products need."""
     return max(16, triton.next_power_of_2(head_dim))

@@ -1,4 +1,4 @@
-"""How far loading is, told to whoever waits for it: the log, systemd, the scheduler."""
+"""Progress reports of loading, for the log, systemd and the scheduler."""
 
 from __future__ import annotations
 
