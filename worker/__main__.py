@@ -96,7 +96,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="the scheduler's worker_address: ipc://PATH or tcp://HOST:PORT",
     )
     parser.add_argument(
-        "--threads", type=int, default=0, metavar="N", help="CPU threads (0: torch's choice, within the CPU quota)"
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="CPU threads (0: torch's choice, within the CPU quota)",
     )
     parser.add_argument(
         "--log-level", default="info", choices=["debug", "info", "warning", "error"]

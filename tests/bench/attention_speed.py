@@ -27,7 +27,7 @@ from worker.attention.interface import AttentionBackend, AttentionCall, GroupTab
 from worker.attention.reference import ReferenceBackend
 from worker.batch.inputs import GroupInputs, StepInputs
 from worker.kernels.build import kernel_library
-from worker.kv.geometry import FULL_ATTENTION, CacheGroup, Geometry
+from worker.kv.geometry import FULL_ATTENTION, CacheGeometry, CacheGroup
 from worker.kv.kv_pool import KvPool
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS, PAGE_SIZE = 9, 3, 64, 30, 16
@@ -80,7 +80,7 @@ def step_context(
     """A step of requests (query length, sequence length) over a pool of random K and V."""
     pages = [-(-length // PAGE_SIZE) for _, length in shapes]
     group = CacheGroup(FULL_ATTENTION, tuple(range(num_layers)), 0, 1)
-    geometry = Geometry(
+    geometry = CacheGeometry(
         (group,), num_layers, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, kv_dtype.itemsize
     )
     pool = KvPool(geometry, 2 + sum(pages), kv_dtype, _CPU)

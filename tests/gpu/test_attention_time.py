@@ -16,7 +16,7 @@ from worker.attention import choose_backend
 from worker.attention.interface import AttentionBackend, AttentionCall, GroupTables, StepContext
 from worker.batch.inputs import prepare_inputs
 from worker.batch.padding import row_shape
-from worker.kv.geometry import FULL_ATTENTION, CacheGroup, Geometry
+from worker.kv.geometry import FULL_ATTENTION, CacheGeometry, CacheGroup
 from worker.kv.kv_pool import KvPool
 
 HEADS, KV_HEADS, HEAD_DIM = sized((32, 8, 128), (4, 2, 16))  # Llama-3.1-8B's
@@ -58,7 +58,7 @@ def work_of(batch: int, queries: int, context: int) -> Work | None:
     if not num_layers:
         return None
     group = CacheGroup(FULL_ATTENTION, tuple(range(num_layers)), 0, 1)
-    geometry = Geometry(
+    geometry = CacheGeometry(
         (group,), num_layers, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, itemsize=DTYPE.itemsize
     )
     pages = -(-context // PAGE_SIZE)

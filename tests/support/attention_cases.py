@@ -14,7 +14,7 @@ from torch import nn
 
 from worker.attention.interface import AttentionCall, GroupTables, StepContext
 from worker.batch.inputs import GroupInputs, StepInputs
-from worker.kv.geometry import FULL_ATTENTION, CacheGroup, Geometry
+from worker.kv.geometry import FULL_ATTENTION, CacheGeometry, CacheGroup
 from worker.kv.kv_pool import KvPool
 
 CPU = torch.device("cpu")
@@ -138,7 +138,7 @@ def make_case(
         for (_, length), first in zip(shapes, first_positions, strict=True)
     ]
     group = CacheGroup(FULL_ATTENTION, (0, 1), 0, 1)
-    geometry = Geometry(
+    geometry = CacheGeometry(
         (group,), 2, num_heads, num_kv_heads, head_dim, page_size, itemsize=kv_dtype.itemsize
     )
     pool = KvPool(geometry, 2 + sum(num_pages), kv_dtype, CPU)

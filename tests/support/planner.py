@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from protos.plan import NUM_RESERVED_CHUNKS, PLAN_LAYOUT, UNKNOWN_TOKEN, StepPlan, StepResult
-from worker.kv.geometry import CacheGroup, Geometry
+from worker.kv.geometry import CacheGeometry, CacheGroup
 from worker.runner import Runner
 
 
@@ -83,7 +83,7 @@ class Request:
 class Planner:
     """Block tables of a few requests, and the plans for chosen chunks of them."""
 
-    geometry: Geometry
+    geometry: CacheGeometry
     num_chunks: int  # of the pool, with the reserved ones
     seed: int = 0
     hide_outputs: bool = False  # plan sampled tokens as UNKNOWN_TOKEN, as run-ahead does

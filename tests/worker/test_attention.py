@@ -29,7 +29,7 @@ from worker.attention.reference import ReferenceBackend
 from worker.batch.inputs import GroupInputs, StepInputs
 from worker.kernels import build
 from worker.kernels.build import kernel_library
-from worker.kv.geometry import FULL_ATTENTION, CacheGroup, Geometry
+from worker.kv.geometry import FULL_ATTENTION, CacheGeometry, CacheGroup
 from worker.kv.kv_pool import KvPool
 
 # (query length, sequence length): decodes, a whole prompt, chunks over key blocks and pages
@@ -144,7 +144,7 @@ def test_kernel_bits_do_not_depend_on_chunks(kernel, call, page_size, kv_dtype):
 
 def test_writes_land_in_their_slots_and_nowhere_else(kernel):
     """Both backends write the same pool, from strided inputs, and leave other slots alone."""
-    geometry = Geometry((CacheGroup(FULL_ATTENTION, (0, 1), 0, 1),), 2, 4, 2, 12, 4, 4)
+    geometry = CacheGeometry((CacheGroup(FULL_ATTENTION, (0, 1), 0, 1),), 2, 4, 2, 12, 4, 4)
     query = torch.randn(4, 5, 12).transpose(0, 1)
     key = torch.randn(2, 5, 12).transpose(0, 1)  # [5, 2, 12], as models hand it over
     value = torch.randn(5, 2, 12)

@@ -109,7 +109,7 @@ def test_a_user_without_a_home_is_told_what_to_set(
         monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", own)
     with pytest.raises(ModelNotFound, match="home directory for one; set CHAIRLIFT_CACHE_DIR"):
         resolve_model(DEFAULT_MODEL)
-    with pytest.raises(ModelNotFound, match="is no folder that exists"):
+    with pytest.raises(ModelNotFound, match="is not an existing folder"):
         resolve_model("~nobody-of-this-name/model")
 
 

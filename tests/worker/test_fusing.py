@@ -117,7 +117,7 @@ def test_a_layer_that_computes_something_else_is_left_alone(saved, caplog, monke
     with caplog.at_level(logging.INFO, "worker.cpu_layers.fusing"):
         assert fuse_model(loaded.model, loaded.geometry, loaded.max_model_len) == 2
     assert "1 layers" in caplog.text
-    assert "its output would be another one" in caplog.text
+    assert "its output would differ" in caplog.text
     assert num_fused(loaded.model) == 2
 
 
@@ -221,7 +221,7 @@ def test_a_scaling_of_attention_that_depends_on_the_tokens_is_left_alone(saved, 
 def test_a_fused_layer_takes_no_unknown_arguments(served):
     """What a model hands on only in some steps must not be dropped either."""
     layer = fused_layers(served(llama).loaded.model)[0]
-    with pytest.raises(TypeError, match="takes no router_bias"):
+    with pytest.raises(TypeError, match="does not support router_bias"):
         layer(torch.zeros(1, 1, 48), router_bias=torch.ones(1), use_cache=False)
 
 

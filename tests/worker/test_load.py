@@ -79,7 +79,7 @@ def test_what_keys_and_values_are_stored_in(wanted, dtype, device, weight_format
         ({"dtype": "int8"}, "dtype is 'int8'; allowed are auto, float32, float16, bfloat16"),
         ({"device": "tpu"}, "device is 'tpu'; allowed are auto, cpu"),
         ({"device": "cuda:99"}, "device is 'cuda:99', but this machine has"),
-        ({"max_model_len": 257}, "max_model_len is 257, but llama reaches 256 positions"),
+        ({"max_model_len": 257}, "max_model_len is 257, but llama has 256 positions"),
         ({"max_model_len": -1}, "max_model_len is -1"),
     ],
     ids=str,

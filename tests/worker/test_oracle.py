@@ -10,7 +10,7 @@ import torch
 from tests.support.planner import GreedySample, Planner, serve
 from tests.support.tiny_models import SERVED, cohere2, gemma2, gemma3, gpt_oss, llama, phi3, qwen3
 from tests.worker.conftest import NUM_CHUNKS, configure, load
-from worker.kv.geometry import FULL_ATTENTION, Geometry
+from worker.kv.geometry import FULL_ATTENTION, CacheGeometry
 from worker.runner import Runner
 
 MAX_TOKENS = [12, 3, 9, 12, 6, 10]
@@ -90,11 +90,11 @@ def test_the_reference_backend_keeps_windows_softcap_and_sinks(expected, served,
     assert [answer.tokens for answer in found] == answers
 
 
-def each_layer_alone(geometry: Geometry) -> Geometry:
+def each_layer_alone(geometry: CacheGeometry) -> CacheGeometry:
     return geometry.fitted(1)
 
 
-def with_an_idle_slot(geometry: Geometry) -> Geometry:
+def with_an_idle_slot(geometry: CacheGeometry) -> CacheGeometry:
     """The last slot of every sliding block is used by no layer."""
     full, sliding = geometry.groups
     assert full.kind == FULL_ATTENTION

@@ -12,14 +12,14 @@ import torch
 from tests.support.planner import Planner, Request, plan_of, serve
 from tests.support.tiny_models import gemma3, llama, mistral
 from tests.worker.conftest import NUM_SWAP_CHUNKS, configure, load
-from worker.kv.geometry import FULL_ATTENTION, SLIDING_ATTENTION, CacheGroup, Geometry
+from worker.kv.geometry import FULL_ATTENTION, SLIDING_ATTENTION, CacheGeometry, CacheGroup
 from worker.kv.kv_pool import KvPool
 from worker.kv.swap import SwapPool, _pinned, merged_runs
 from worker.runner import Runner
 
 # one full layer and two sliding ones: a chunk is two full blocks or one sliding block
 GROUPS = (CacheGroup(FULL_ATTENTION, (2,), 0, 2), CacheGroup(SLIDING_ATTENTION, (0, 1), 8, 1))
-GEOMETRY = Geometry(GROUPS, 3, 4, 2, 8, 4, 4)
+GEOMETRY = CacheGeometry(GROUPS, 3, 4, 2, 8, 4, 4)
 
 
 def triples(*rows: tuple[int, int, int]) -> np.ndarray:

@@ -239,7 +239,7 @@ def refuse_mask(module: nn.Module, attention_mask: Tensor | None) -> None:
     """Raises UnservedAttention if a model makes a mask after all."""
     if attention_mask is not None:
         raise UnservedAttention(
-            f"{type(module).__name__} makes an attention mask of its own; {ATTENTION_NAME} computes "
+            f"{type(module).__name__} makes an attention mask of its own; {ATTENTION_NAME} serves "
             f"causal attention, full or within a window"
         )
 

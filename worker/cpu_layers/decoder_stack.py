@@ -97,7 +97,7 @@ class DecoderStack:
             ctypes.addressof(self._workspace.c_struct),
             torch.get_num_threads(),
         ):
-            raise MemoryError("no memory for the attention kernel's tiles")
+            raise MemoryError("cannot allocate memory for the attention kernel's tiles")
         return out
 
     def _rotaries(self) -> list[CRotary]:

@@ -1,13 +1,13 @@
-"""What transformers does with a workload, by itself: the yardstick of `chairlift bench --compare`.
+"""transformers' own generation on a workload: the yardstick of `chairlift bench --compare`.
 
     static      padded `generate`: batches of 16 in the order of the workload, prompts padded on
-                the left, eager attention, each batch until its longest request has its tokens
+                the left, eager attention, each batch until its longest request is complete
     continuous  its own continuous batching over a paged cache, sdpa attention, all requests at
                 once
 
-Both greedy in float32 (or --dtype), the end of a sequence ignored. Reads the name of a system per
+Both greedy in float32 (or --dtype), ignoring the end of a sequence. Reads the name of a system per
 line from standard input, runs it, and answers with one line of JSON; what libraries print goes to
-standard error. `python -m worker.model.compare --model … --workload FILE`; not a part of serving.
+standard error. `python -m worker.model.compare --model … --workload FILE`; not part of serving.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Answer:
-    """When a request's tokens came, one moment each, and when it ended; seconds since the start."""
+    """When each of a request's tokens came, and when it ended; seconds since the start."""
 
     moments: list[float]
     end: float
@@ -67,7 +67,7 @@ class Outcome:
 
 
 class _Clock(StoppingCriteria):
-    """Stops nothing; notes when each step of `generate` ended."""
+    """Stops nothing; records when each step of `generate` ended."""
 
     def __init__(self) -> None:
         self.moments: list[float] = []
@@ -79,7 +79,7 @@ class _Clock(StoppingCriteria):
 
 @torch.inference_mode()
 def run_static(model: Any, asks: Sequence[Ask]) -> Outcome:
-    """Tokens count as delivered when they are computed; a request ends when its batch does."""
+    """Tokens count as delivered when they are computed; a request ends with its batch."""
     model.set_attn_implementation("eager")
     start = time.perf_counter()
     answers: list[Answer] = []
@@ -106,13 +106,13 @@ def run_static(model: Any, asks: Sequence[Ask]) -> Outcome:
 
 @torch.inference_mode()
 def run_continuous(model: Any, asks: Sequence[Ask]) -> Outcome:
-    """All requests are handed over at once."""
+    """All requests are submitted at once."""
     model.set_attn_implementation("sdpa")
     longest = max(ask.max_new for ask in asks)
     tokens = sum(-(-(len(ask.prompt) + ask.max_new) // PAGE_SIZE) * PAGE_SIZE for ask in asks)
     config = ContinuousBatchingConfig(
         page_size=PAGE_SIZE,
-        num_blocks=tokens // PAGE_SIZE + 2,  # everything fits: nothing is computed twice
+        num_blocks=tokens // PAGE_SIZE + 2,  # everything fits, so nothing is recomputed
         max_batch_tokens=2048,
         allow_block_sharing=False,
     )
@@ -148,7 +148,8 @@ SYSTEMS: Final[dict[str, Callable[[Any, Sequence[Ask]], Outcome]]] = {
 
 
 def _greedy(max_new_tokens: int, eos_token_id: int | None) -> GenerationConfig:
-    """None ends no sequence; where it is taken for "not given", -1, which is no token, does."""
+    """`eos_token_id` None: no sequence ends early; -1, which is no token, where None means "not
+    given"."""
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
@@ -167,7 +168,7 @@ def read_workload(path: Path) -> list[Ask]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m worker.model.compare",
-        description="Run transformers' own generation on a workload, as told on standard input.",
+        description="Run transformers' own generation on a workload; commands on standard input.",
     )
     parser.add_argument("--model", required=True, help="alias, folder or Hub id")
     parser.add_argument("--workload", required=True, type=Path, metavar="FILE")
@@ -185,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
         resolve_model(options.model), dtype=getattr(torch, options.dtype), trust_remote_code=False
     )
     model = model.to(device).eval()
-    model.generation_config = _greedy(1, None)  # else the checkpoint's own defaults are merged in
+    model.generation_config = _greedy(1, None)  # else the checkpoint's defaults would be merged in
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         outcome = SYSTEMS[line.strip()](model, asks)
@@ -194,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _end_with_parent() -> None:
-    """It may compute for minutes before it reads again and finds that nobody asks any more."""
+    """It may compute for minutes before it reads again and finds its parent gone."""
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)

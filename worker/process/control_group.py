@@ -24,9 +24,7 @@ _UNLIMITED: Final = 2**60  # version 1 expresses "none" as the largest number of
 def free_memory(root: Path = _ROOT) -> int | None:
     """Bytes that the process may allocate before a limit is hit; None if there is no limit."""
     version_2 = _left(root, "", ("memory.max", "memory.high"), "memory.current", "")
-    version_1 = _left(
-        root, "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"
-    )
+    version_1 = _left(root, "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
     return min([*version_2, *version_1], default=None)
 
 
