@@ -67,8 +67,8 @@ def test_the_core_is_pure(path: Path) -> None:
         for name in imported(path)
         if name.partition(".")[0] not in sys.stdlib_module_names | {"numpy"}
         and not name.startswith("scheduler_svc.core")
-        and name not in {"scheduler_svc", "protos", "protos.plan"}
-        and not name.startswith("protos.plan.")
+        and name not in {"scheduler_svc", "protos"}
+        and ".".join(name.split(".")[:2]) not in {"protos.plan", "protos.link"}
     }
     assert strangers == set()
 
@@ -80,6 +80,78 @@ def test_the_client_needs_grpc_and_protobuf_only(path: Path) -> None:
     allowed = sys.stdlib_module_names | {"client", "protos", "grpc", "google"} | optional
     assert top_level(path) <= allowed
     assert "protos.plan" not in imported(path), "protos.plan needs numpy"
+
+
+# The rooms of each part, floor by floor: a room may import rooms of lower floors. A module that
+# lies beside the rooms is a room of its own.
+FLOORS = {
+    "worker": (
+        ("process", "kernels", "kv"),
+        ("batch",),
+        ("attention",),
+        ("step", "cpu_layers"),
+        ("model",),
+        ("memory",),
+        ("runner",),
+        ("__main__",),
+    ),
+    "scheduler_svc": (
+        ("core", "errors"),
+        ("settings", "text", "engine"),
+        ("front",),
+        ("__main__",),
+    ),
+}
+
+
+def room_of(module: str) -> str:
+    """The part of `worker.kv.geometry` that names a room: `kv`; "" for a part itself."""
+    return (module.split(".") + [""])[1]
+
+
+def arrows(part: str) -> set[tuple[str, str]]:
+    """(module, module that it imports) within a part, by full names."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sources(part)
+    }
+    return {
+        (module, name)
+        for module, path in modules.items()
+        for name in imported(path) & modules.keys() - {module, part}
+    }
+
+
+@pytest.mark.parametrize("part", FLOORS)
+def test_rooms_import_lower_floors_only(part: str) -> None:
+    """An arrow that points upward makes two rooms one: neither is understood without the other."""
+    floors = {room: floor for floor, rooms in enumerate(FLOORS[part]) for room in rooms}
+    between = {(room_of(a), room_of(b)): (a, b) for a, b in sorted(arrows(part))}
+    upward = [
+        f"{a} imports {b}"
+        for (room, other), (a, b) in between.items()
+        if room != other and floors[room] <= floors[other]
+    ]
+    assert upward == []
+
+
+@pytest.mark.parametrize("part", FLOORS)
+def test_every_room_has_a_floor(part: str) -> None:
+    """A new room that nobody placed may be imported from anywhere, and import anything."""
+    modules = (path.relative_to(ROOT / part) for path in sources(part))
+    rooms = {path.parts[0].removesuffix(".py") for path in modules} - {"__init__"}
+    assert rooms == {room for floor in FLOORS[part] for room in floor}
+
+
+@pytest.mark.parametrize("part", PACKAGES)
+def test_modules_import_each_other_in_no_circle(part: str) -> None:
+    """Modules of a circle can only be read, tested and imported all at once."""
+    graph = {module: set[str]() for arrow in arrows(part) for module in arrow}
+    for module, other in arrows(part):
+        graph[module].add(other)
+    while leaves := {module for module, others in graph.items() if not others}:
+        graph = {m: others - leaves for m, others in graph.items() if m not in leaves}
+    assert graph == {}
 
 
 def test_importing_the_client_loads_nothing_heavy() -> None:
@@ -108,7 +180,8 @@ def test_a_file_holds_one_idea(path: Path) -> None:
 @pytest.mark.parametrize("path", hand_written(*PACKAGES), ids=relative)
 def test_no_module_is_named_like_a_library(path: Path) -> None:
     """`client/grpc.py` would be the grpc that its neighbours import when run as a script."""
-    third_party = {"grpc", "google", "numpy", "torch", "zmq", "transformers", "tokenizers", "rich"}
+    third_party = {"grpc", "google", "numpy", "torch", "zmq", "transformers", "tokenizers", "rich",
+                   "triton", "psutil", "safetensors"}  # fmt: skip
     allowed = {"__init__", "__main__", "tokenizer"}
     assert path.stem in allowed or path.stem not in sys.stdlib_module_names | third_party
 

@@ -27,7 +27,7 @@ import torch
 
 from protos import link_pb2
 from protos.plan import Int32, StepPlan, StepResult, empty_plan
-from worker.attention import choose_backend
+from worker.attention.backends import choose_backend
 from worker.batch.inputs import StepInputs, prepare_inputs
 from worker.batch.padding import PaddedShape, PaddedShapes, row_shape
 from worker.batch.plan_values import check_values, refuse_later_features

@@ -12,7 +12,7 @@ from tests.gpu.card import DEVICE, DTYPE, copy_bandwidth, has_room, seconds_on_d
 from tests.gpu.conftest import NewTable
 from tests.support.attention_cases import layer_module
 from tests.support.planner import plan_of
-from worker.attention import choose_backend
+from worker.attention.backends import choose_backend
 from worker.attention.interface import AttentionBackend, AttentionCall, GroupTables, StepContext
 from worker.batch.inputs import prepare_inputs
 from worker.batch.padding import row_shape

@@ -30,7 +30,8 @@ from scheduler_svc.engine.worker_link import WorkerLink
 from tests.support.engine_harness import GEOMETRY, right
 from tests.support.memory_link import MemoryLink
 from tests.support.shadow_worker import ShadowWorker
-from worker.process.link import LinkClosed, SchedulerLink, SessionEnded
+from worker.process.link import LinkClosed, SchedulerLink
+from worker.process.session import SessionEnded
 
 NUM_ROWS, VOCAB_SIZE = 4, 50
 PATIENCE = 60.0

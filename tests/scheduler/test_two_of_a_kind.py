@@ -18,7 +18,8 @@ from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.worker_link import WorkerLink
 from tests.support.engine_harness import GEOMETRY
 from tests.support.memory_link import MemoryLink
-from worker.process.link import LinkClosed, SchedulerLink, SessionEnded
+from worker.process.link import LinkClosed, SchedulerLink
+from worker.process.session import SessionEnded
 
 PATIENCE = 20.0
 

@@ -20,7 +20,8 @@ import numpy as np
 
 from protos import link_pb2
 from protos.plan import StepPlan, StepResult
-from worker.process.link import Received, SchedulerLink, Session, SessionEnded
+from worker.process.link import SchedulerLink
+from worker.process.session import Received, Session, SessionEnded
 
 
 def ready(options: argparse.Namespace) -> link_pb2.Ready:

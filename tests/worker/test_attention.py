@@ -22,7 +22,7 @@ from tests.support.attention_cases import (
     layer_module,
     make_case,
 )
-from worker.attention import choose_backend
+from worker.attention.backends import choose_backend
 from worker.attention.cpu import CpuBackend
 from worker.attention.interface import AttentionCall, GroupTables, StepContext
 from worker.attention.reference import ReferenceBackend
@@ -239,7 +239,7 @@ def test_impossible_backends_are_refused(wanted, device, dtype, message):
 def test_cuda_falls_back_with_one_warning_without_triton(monkeypatch, caplog):
     """Where torch came without triton, a GPU serves all the same; and the log says why slowly."""
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "worker.attention.triton", raising=False)
+    monkeypatch.delitem(sys.modules, "worker.attention.cuda", raising=False)
     with caplog.at_level(logging.WARNING, "worker.attention"):
         backend = choose_backend(
             "auto", torch.device("cuda:0"), torch.float16, head_dim=64, deterministic=False

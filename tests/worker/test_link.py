@@ -16,7 +16,8 @@ from protos.link import PROTOCOL
 from protos.plan import StepResult
 from tests.support.fake_scheduler import FakeScheduler, make_plan
 from worker.process.curve import CurveKeys
-from worker.process.link import LinkClosed, PlanRefused, SchedulerLink, SessionEnded
+from worker.process.link import LinkClosed, SchedulerLink
+from worker.process.session import PlanRefused, SessionEnded
 
 MakeLink = Callable[..., SchedulerLink]
 MakeScheduler = Callable[..., FakeScheduler]

@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton", reason="triton is not to be had on this p
 from triton.backends.compiler import GPUTarget  # noqa: E402  # not before the line above
 from triton.compiler import ASTSource  # noqa: E402
 
-from worker.attention import triton as launches  # noqa: E402
+from worker.attention import cuda as launches  # noqa: E402
 from worker.attention import triton_kernel as kernels  # noqa: E402
 
 SHARED_MEMORY = {

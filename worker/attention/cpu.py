@@ -1,8 +1,7 @@
 """The CPU backend: calls the C kernel through ctypes.
 
 Owns: passing tensors to C as pointers, lengths and strides, also for decoder_stack.py. Does not
-own: arithmetic (kernels/paged.c), building it (kernels/build.py), when to use it
-(attention/__init__.py).
+own: arithmetic (kernels/paged.c), building it (kernels/build.py), when to use it (backends.py).
 """
 
 from __future__ import annotations

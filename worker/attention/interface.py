@@ -7,7 +7,7 @@ step it is PagedAttention: its backend writes the layer's new keys and values in
 slot_mapping, then attends through the block tables.
 
 Owns: the registration, the call, the step's context. Does not own: arithmetic (reference.py,
-cpu.py, triton.py), how a plan becomes tables (worker/batch/inputs.py).
+cpu.py, cuda.py), how a plan becomes tables (worker/batch/inputs.py).
 """
 
 from __future__ import annotations

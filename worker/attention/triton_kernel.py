@@ -19,7 +19,7 @@ merged in order of position, and every maximum is rounded up to an integer (in p
 that rescaling is exact, wherever it happens. So a request whose pieces do not fit into `partials`
 is processed piece by piece by one program, with the same result.
 
-Owns: the arithmetic. Does not own: launching, tile sizes, memory (triton.py).
+Owns: the arithmetic. Does not own: launching, tile sizes, memory (cuda.py).
 """
 
 from __future__ import annotations

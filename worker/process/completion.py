@@ -18,7 +18,8 @@ from typing import Protocol
 
 from protos.plan import StepResult
 from worker.process.device_failure import DeviceFailed
-from worker.process.link import SchedulerLink, Session
+from worker.process.link import SchedulerLink
+from worker.process.session import Session
 
 logger = logging.getLogger(__name__)
 

@@ -1,15 +1,15 @@
 """The worker's end of the link to the scheduler: a DEALER socket, owned by one I/O thread.
 
 The thread sends Hello, receives the Configure that answers it, sends heartbeats while the main
-thread loads or computes, and routes messages by kind. A Hello and its Configure open a `Session`.
+thread loads or computes, and passes messages to the session that a Hello and its Configure opened.
 A session ends when the scheduler sends Bye, closes its socket, reappears with another boot_id, or
 is silent for `peer_timeout`; the thread then sends a new Hello on a new socket, under a new
 worker_boot_id, so that nothing from the old session can reach the new one. After a Bye, which
 usually means that another worker took over, the worker stands by: every STANDBY_SECONDS it sends a
 Hello that counts only while the scheduler has no worker, until a Configure comes.
 
-Owns: the socket, the sessions, the order of steps. Does not own: what a plan means, and what the
-main thread does with it (worker/process/loop.py).
+Owns: the socket, when sessions begin and end. Does not own: what is received and sent in a session
+(session.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import queue
 import secrets
 import threading
 import time
-from typing import Final, NamedTuple
+from typing import Final
 
 import zmq
 from google.protobuf.message import DecodeError
@@ -28,8 +28,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from protos import link_pb2
 from protos.link import HEARTBEAT_SECONDS
-from protos.plan import LayoutError, StepPlan, StepResult, decode_plan, encode_result
 from worker.process.curve import CurveKeys
+from worker.process.session import Outgoing, Session
 
 logger = logging.getLogger(__name__)
 
@@ -37,138 +37,8 @@ STANDBY_SECONDS: Final = 2.0  # between two Hellos of a worker that was dismisse
 _WAKE: Final = "inproc://wake"
 
 
-class SessionEnded(Exception):
-    """The scheduler of this session is gone; `SchedulerLink.accept` returns the next session."""
-
-
 class LinkClosed(Exception):
     """The link is closed, or its I/O thread died (the log says why)."""
-
-
-class PlanRefused(Exception):
-    """A plan that cannot run: out of order, or not laid out as protos/plan.py says."""
-
-    def __init__(self, step_id: int, reason: str) -> None:
-        super().__init__(reason)
-        self.step_id = step_id
-
-
-class Received(NamedTuple):
-    """A plan, and when it was read from the socket (time.monotonic seconds)."""
-
-    plan: StepPlan
-    at: float
-
-
-class _EncodedPlan(NamedTuple):
-    header: link_pb2.StepPlan
-    buffer: bytes
-    at: float
-
-
-class _Outgoing(NamedTuple):
-    session: Session
-    frames: list[bytes]
-    finished_step: int | None = None  # the step whose result it is
-
-
-class Session:
-    """The main thread's view of one scheduler. After its end, messages to send are dropped, and
-    `receive` raises SessionEnded."""
-
-    def __init__(
-        self,
-        link: SchedulerLink,
-        scheduler_boot_id: int,
-        worker_boot_id: int,
-        configure: link_pb2.Configure,
-    ) -> None:
-        self.configure = configure
-        self.scheduler_boot_id = scheduler_boot_id
-        self.worker_boot_id = worker_boot_id
-        self.last_finished_step = -1  # none yet
-        self.has_ended = False
-        self._link = link
-        # in the order in which they came: a Resume counts from its place among the plans
-        self._inbox: queue.SimpleQueue[_EncodedPlan | link_pb2.Resume | None] = queue.SimpleQueue()
-        self._next_step_id: int | None = None  # the scheduler chooses the first one
-
-    def receive(self) -> Received:
-        """Waits for the next plan. Raises SessionEnded, or PlanRefused for a plan that is out of
-        order or does not fit the layout."""
-        while not isinstance(message := self._next(), _EncodedPlan):
-            logger.warning("ignored Resume: no step has failed")
-        header, expected = message.header, self._next_step_id
-        if expected is not None and header.step_id != expected:
-            raise PlanRefused(
-                header.step_id, f"received step {header.step_id}, expected {expected}"
-            )
-        try:
-            plan = decode_plan(header.step_id, header.awaits_mask, header.counts, message.buffer)
-        except LayoutError as error:
-            raise PlanRefused(header.step_id, f"step {header.step_id}: {error}") from error
-        self._next_step_id = header.step_id + 1
-        return Received(plan, message.at)
-
-    def wait_for_resume(self) -> int:
-        """Discards plans until a Resume; returns their number. Raises SessionEnded."""
-        num_discarded = 0
-        while not isinstance(message := self._next(), link_pb2.Resume):
-            num_discarded += 1
-        self._next_step_id = message.next_step_id
-        return num_discarded
-
-    def send_ready(self, ready: link_pb2.Ready) -> None:
-        self._send(link_pb2.Envelope(ready=ready))
-
-    def send_result(self, result: StepResult) -> None:
-        counts, buffer = encode_result(result)
-        header = link_pb2.StepResult(
-            step_id=result.step_id,
-            counts=counts,
-            device_microseconds=result.device_microseconds,
-            queue_microseconds=result.queue_microseconds,
-        )
-        frames = [self._seal(link_pb2.Envelope(step_result=header)), buffer]
-        self._link._hand_over(_Outgoing(self, frames, result.step_id))
-
-    def send_fault(self, step_id: int, error: str, is_fatal: bool = False) -> None:
-        """`step_id` -1: not in a step. `is_fatal`: this process exits, and so would a new one."""
-        fault = link_pb2.Fault(step_id=step_id, error=error, is_fatal=is_fatal)
-        self._send(link_pb2.Envelope(fault=fault))
-
-    def _send(self, envelope: link_pb2.Envelope) -> None:
-        self._link._hand_over(_Outgoing(self, [self._seal(envelope)]))
-
-    def _seal(self, envelope: link_pb2.Envelope) -> bytes:
-        envelope.scheduler_boot_id = self.scheduler_boot_id
-        envelope.worker_boot_id = self.worker_boot_id
-        return envelope.SerializeToString()
-
-    def _next(self) -> _EncodedPlan | link_pb2.Resume:
-        message = None if self.has_ended else self._inbox.get()
-        if message is None:
-            raise SessionEnded
-        return message
-
-    # Called by the I/O thread
-
-    def _deliver(self, envelope: link_pb2.Envelope, buffer: bytes, at: float) -> bool:
-        """Routes a message by its kind; False for one that has no place in a session."""
-        match envelope.WhichOneof("message"):
-            case "step_plan":
-                self._inbox.put(_EncodedPlan(envelope.step_plan, buffer, at))
-            case "resume":
-                self._inbox.put(envelope.resume)
-            case "heartbeat":
-                pass  # any message shows that the scheduler is alive
-            case _:
-                return False
-        return True
-
-    def _end(self) -> None:
-        self.has_ended = True
-        self._inbox.put(None)
 
 
 class SchedulerLink:
@@ -194,7 +64,7 @@ class SchedulerLink:
         self._busy = ("idle", 0, 0.0)  # replaced as a whole, so it needs no lock
         self._is_dismissed = False  # since the last Configure
         self._sessions: queue.SimpleQueue[Session | None] = queue.SimpleQueue()
-        self._outbox: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()  # None: close
+        self._outbox: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()  # None: close
         self._context = zmq.Context()
         self._wake = self._context.socket(zmq.PUSH)
         self._wake.bind(_WAKE)
@@ -240,7 +110,7 @@ class SchedulerLink:
         self._wake.close()
         self._context.term()
 
-    def _hand_over(self, message: _Outgoing | None) -> None:
+    def _hand_over(self, message: Outgoing | None) -> None:
         # A signal may raise anywhere here: the queue then holds the message or not, and the I/O
         # thread reads it with the next heartbeat at the latest.
         self._outbox.put(message)
@@ -347,7 +217,10 @@ class SchedulerLink:
             self._is_dismissed = False
             self._heard_at = time.monotonic()
             self._session = Session(
-                self, envelope.scheduler_boot_id, self._worker_boot_id, envelope.configure
+                self._hand_over,
+                envelope.scheduler_boot_id,
+                self._worker_boot_id,
+                envelope.configure,
             )
             self._sessions.put(self._session)
         elif envelope.scheduler_boot_id != session.scheduler_boot_id:
@@ -355,7 +228,7 @@ class SchedulerLink:
         else:
             self._heard_at = time.monotonic()
             buffer = frames[1] if len(frames) > 1 else b""
-            if not session._deliver(envelope, buffer, self._heard_at):
+            if not session.deliver(envelope, buffer, self._heard_at):
                 logger.warning("dropped %s: not expected within a session", kind)
         return True
 
@@ -367,7 +240,7 @@ class SchedulerLink:
                 if self._session is not None:
                     self._dealer.linger = 1000  # milliseconds for what is still unsent
                     bye = link_pb2.Envelope(bye=self._goodbye)
-                    self._dealer.send(self._session._seal(bye), zmq.NOBLOCK)
+                    self._dealer.send(self._session.seal(bye), zmq.NOBLOCK)
                 return False
             if message.session is self._session:
                 self._dealer.send_multipart(message.frames, zmq.NOBLOCK)
@@ -385,7 +258,7 @@ class SchedulerLink:
                 busy_step=step_id,
                 progress=progress,
             )
-            self._dealer.send(session._seal(link_pb2.Envelope(heartbeat=beat)), zmq.NOBLOCK)
+            self._dealer.send(session.seal(link_pb2.Envelope(heartbeat=beat)), zmq.NOBLOCK)
 
     @property
     def _patience(self) -> float:
@@ -403,5 +276,5 @@ class SchedulerLink:
 
     def _end_session(self) -> None:
         if self._session is not None:
-            self._session._end()
+            self._session.end()
             self._session = None

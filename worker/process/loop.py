@@ -22,8 +22,9 @@ from protos.plan import StepPlan
 from worker.process import systemd
 from worker.process.completion import Completion, LaunchedStep
 from worker.process.device_failure import DeviceFailed
-from worker.process.link import PlanRefused, SchedulerLink, Session, SessionEnded
+from worker.process.link import SchedulerLink
 from worker.process.progress import Progress
+from worker.process.session import PlanRefused, Session, SessionEnded
 from worker.process.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """The CUDA backend: launches the Triton kernels.
 
 Owns: tile sizes, launches, the workspace for pieces of split requests. Does not own: arithmetic
-(triton_kernel.py), when to use it (attention/__init__.py).
+(triton_kernel.py), when to use it (backends.py).
 
 All of it can be captured in a graph: launches depend on shapes and on step.longest_query only, and
 nothing is read back. The first call with a new combination of types, head size and tiles compiles
