@@ -82,8 +82,8 @@ def test_the_client_needs_grpc_and_protobuf_only(path: Path) -> None:
     assert "protos.plan" not in imported(path), "protos.plan needs numpy"
 
 
-# The rooms of each part, floor by floor: a room may import rooms of lower floors. A module that
-# lies beside the rooms is a room of its own.
+# The rooms of a package, floor by floor: a room may import rooms of lower floors. A module beside
+# the rooms is a room of its own. A room that has rooms itself may be a package here, too.
 FLOORS = {
     "worker": (
         ("process", "kernels", "kv"),
@@ -104,50 +104,48 @@ FLOORS = {
 }
 
 
-def room_of(module: str) -> str:
-    """The part of `worker.kv.geometry` that names a room: `kv`; "" for a part itself."""
-    return (module.split(".") + [""])[1]
+def room_of(module: str, package: str) -> str:
+    """The room `kv` of the module `worker.kv.geometry` in the package `worker`."""
+    return module.removeprefix(f"{package}.").partition(".")[0]
 
 
-def arrows(part: str) -> set[tuple[str, str]]:
-    """(module, module that it imports) within a part, by full names."""
+def arrows(package: str) -> set[tuple[str, str]]:
+    """(module, module that it imports) within a package, by full names."""
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in sources(part)
+        for path in sources(package.replace(".", "/"))
     }
     return {
         (module, name)
         for module, path in modules.items()
-        for name in imported(path) & modules.keys() - {module, part}
+        for name in imported(path) & modules.keys() - {module, package}
     }
 
 
-@pytest.mark.parametrize("part", FLOORS)
-def test_rooms_import_lower_floors_only(part: str) -> None:
-    """An arrow that points upward makes two rooms one: neither is understood without the other."""
-    floors = {room: floor for floor, rooms in enumerate(FLOORS[part]) for room in rooms}
-    between = {(room_of(a), room_of(b)): (a, b) for a, b in sorted(arrows(part))}
+@pytest.mark.parametrize("package", FLOORS)
+def test_rooms_import_lower_floors_only(package: str) -> None:
+    """An arrow that points upward makes two rooms one: neither is understood without the other.
+    And a new room that nobody placed could be imported from anywhere, and import anything."""
+    paths = (
+        path.relative_to(ROOT / package.replace(".", "/"))
+        for path in sources(package.replace(".", "/"))
+    )
+    floors = {room: floor for floor, rooms in enumerate(FLOORS[package]) for room in rooms}
+    assert {path.parts[0].removesuffix(".py") for path in paths} - {"__init__"} == floors.keys()
     upward = [
-        f"{a} imports {b}"
-        for (room, other), (a, b) in between.items()
-        if room != other and floors[room] <= floors[other]
+        f"{module} imports {other}"
+        for module, other in sorted(arrows(package))
+        if room_of(module, package) != room_of(other, package)
+        and floors[room_of(module, package)] <= floors[room_of(other, package)]
     ]
     assert upward == []
 
 
-@pytest.mark.parametrize("part", FLOORS)
-def test_every_room_has_a_floor(part: str) -> None:
-    """A new room that nobody placed may be imported from anywhere, and import anything."""
-    modules = (path.relative_to(ROOT / part) for path in sources(part))
-    rooms = {path.parts[0].removesuffix(".py") for path in modules} - {"__init__"}
-    assert rooms == {room for floor in FLOORS[part] for room in floor}
-
-
-@pytest.mark.parametrize("part", PACKAGES)
-def test_modules_import_each_other_in_no_circle(part: str) -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_modules_import_each_other_in_no_circle(package: str) -> None:
     """Modules of a circle can only be read, tested and imported all at once."""
-    graph = {module: set[str]() for arrow in arrows(part) for module in arrow}
-    for module, other in arrows(part):
+    graph = {module: set[str]() for arrow in arrows(package) for module in arrow}
+    for module, other in arrows(package):
         graph[module].add(other)
     while leaves := {module for module, others in graph.items() if not others}:
         graph = {m: others - leaves for m, others in graph.items() if m not in leaves}
