@@ -41,32 +41,22 @@ _SHARE: Final = 32768  # numbers from which on torch distributes elementwise wor
 _PIECE: Final = 8192  # less than that for any function (GELU: 16384)
 _VECTORS: Final = 64  # floats: a multiple of any CPU's vector width, unrolled
 
-_aten = torch.ops.aten
-# Functions with vector code for the bulk and scalar code for the end; torch's others have only one.
-_FUNCTIONS: Final = frozenset(
-    {
-        _aten.silu.default,
-        _aten.gelu.default,
-        _aten.sigmoid.default,
-        _aten.softplus.default,
-        _aten.mish.default,
-        _aten.elu.default,
-        _aten.hardswish.default,
-        _aten.hardsigmoid.default,
-        _aten.tanh.default,
-        _aten.exp.default,
-    }
+# torch's functions with vector code for the bulk and scalar code for the end; the others have one.
+_NAMES: Final = (
+    "silu",
+    "gelu",
+    "sigmoid",
+    "mish",
+    "elu",
+    "hardswish",
+    "hardsigmoid",
+    "tanh",
+    "exp",
 )
+_FUNCTIONS: Final = {getattr(torch.ops.aten, name).default for name in (*_NAMES, "softplus")}
 _IN_PLACE: Final = {
-    _aten.silu_.default: _aten.silu.default,
-    _aten.gelu_.default: _aten.gelu.default,
-    _aten.sigmoid_.default: _aten.sigmoid.default,
-    _aten.mish_.default: _aten.mish.default,
-    _aten.elu_.default: _aten.elu.default,
-    _aten.hardswish_.default: _aten.hardswish.default,
-    _aten.hardsigmoid_.default: _aten.hardsigmoid.default,
-    _aten.tanh_.default: _aten.tanh.default,
-    _aten.exp_.default: _aten.exp.default,
+    getattr(torch.ops.aten, f"{name}_").default: getattr(torch.ops.aten, name).default
+    for name in _NAMES
 }
 
 

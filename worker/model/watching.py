@@ -75,7 +75,7 @@ def _window_of(
 ) -> int | str | None:
     """The window of a mask's rule among `reach` positions, 0 for none; or what is wrong with it.
     None for a rule that looks up the forward's own kv_length tokens (which belong to an image, for
-    example) and shows them all earlier ones: it tells nothing about windows."""
+    example) and shows them all earlier ones: it implies nothing about windows."""
     try:
         return _window_among(mask_function, reach, device)
     except (IndexError, RuntimeError):
