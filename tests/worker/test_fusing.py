@@ -200,7 +200,7 @@ def test_a_layer_that_is_handed_more_than_a_fused_one_takes_is_left_alone(
     layer.register_forward_pre_hook(hand, with_kwargs=True, prepend=True)
     with caplog.at_level(logging.INFO, "worker.cpu_layers.fusing"):
         assert fuse_model(loaded.model, loaded.geometry, loaded.max_model_len) == 2
-    assert "it is handed per_layer_input" in caplog.text
+    assert "it receives per_layer_input" in caplog.text
 
 
 def test_a_scaling_of_attention_that_depends_on_the_tokens_is_left_alone(saved, monkeypatch):

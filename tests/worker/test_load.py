@@ -159,4 +159,4 @@ def test_a_name_that_leads_nowhere_is_told_once() -> None:
     """The sentence is shown to every client that asks; a class's name in it helps nobody."""
     with pytest.raises(ModelNotFound) as error:
         load_model(link_pb2.Configure(model="./nowhere"), lambda what, share: None)
-    assert str(error.value).startswith("model './nowhere' is no folder")
+    assert str(error.value).startswith("model './nowhere' is not an existing folder")
