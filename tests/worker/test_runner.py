@@ -84,7 +84,7 @@ def test_sampling_parameters_reach_the_sampler(served):
         seen.append((logits.dtype, logits.shape, [p.tolist() for p in parameters]))
         return torch.tensor([5, 6])
 
-    it.runner._sample = sample
+    it.runner.sample = sample
     result = it.step(
         plan_of(
             token_ids=[1, 2, 3],
@@ -117,7 +117,7 @@ def test_logits_are_copied_only_where_samples_need_another_order(served):
     it.loaded.model.lm_head.register_forward_hook(
         lambda _module, _inputs, logits: given.append(logits[0])
     )
-    it.runner._sample = lambda logits, *_: used.append(logits) or logits.argmax(dim=-1)
+    it.runner.sample = lambda logits, *_: used.append(logits) or logits.argmax(dim=-1)
     for order in ([0, 1], [1, 0]):
         requests = [Request([1, 2], 1, row=0), Request([4, 5], 1, row=1)]
         plan = it.planner.plan([(request, 2) for request in requests], sample_logits=order)
@@ -160,7 +160,7 @@ def test_siblings_are_sampled_from_one_row_of_logits(served):
     it = served(llama)
     parent = Request([5, 6, 7, 8, 9, 10], 2, row=1)
     drawn = [[40, 41, 42]]
-    it.runner._sample = lambda logits, *_: (
+    it.runner.sample = lambda logits, *_: (
         it.sample(logits),
         torch.tensor(drawn.pop()) if drawn else logits.argmax(dim=-1),
     )[1]
