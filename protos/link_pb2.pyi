@@ -35,22 +35,18 @@ class Envelope(_message.Message):
     def __init__(self, scheduler_boot_id: _Optional[int] = ..., worker_boot_id: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., configure: _Optional[_Union[Configure, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., step_plan: _Optional[_Union[StepPlan, _Mapping]] = ..., step_result: _Optional[_Union[StepResult, _Mapping]] = ..., mask: _Optional[_Union[Mask, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "version", "host", "pid", "memory_total", "memory_available", "is_standby")
+    __slots__ = ("protocol", "version", "host", "pid", "is_standby")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
-    MEMORY_TOTAL_FIELD_NUMBER: _ClassVar[int]
-    MEMORY_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
     IS_STANDBY_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     version: str
     host: str
     pid: int
-    memory_total: int
-    memory_available: int
     is_standby: bool
-    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., memory_total: _Optional[int] = ..., memory_available: _Optional[int] = ..., is_standby: _Optional[bool] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., is_standby: _Optional[bool] = ...) -> None: ...
 
 class Configure(_message.Message):
     __slots__ = ("model", "device", "dtype", "page_size", "num_blocks", "max_memory_percent", "max_batch_tokens", "max_requests_per_batch", "max_model_len", "deterministic", "use_cuda_graph", "use_async_batching", "q_padding_interval_size", "kv_padding_interval_size", "cpu_offload_space", "weight_format", "attention", "num_threads", "kv_cache_dtype", "step_timeout")

@@ -67,8 +67,8 @@ def test_the_core_is_pure(path: Path) -> None:
         for name in imported(path)
         if name.partition(".")[0] not in sys.stdlib_module_names | {"numpy"}
         and not name.startswith("scheduler_svc.core")
-        and name not in {"scheduler_svc", "protos", "protos.plan", "protos.sampling"}
-        and not name.startswith(("protos.plan.", "protos.sampling."))
+        and name not in {"scheduler_svc", "protos"}
+        and ".".join(name.split(".")[:2]) not in {"protos.plan", "protos.link", "protos.sampling"}
     }
     assert strangers == set()
 
@@ -80,6 +80,76 @@ def test_the_client_needs_grpc_and_protobuf_only(path: Path) -> None:
     allowed = sys.stdlib_module_names | {"client", "protos", "grpc", "google"} | optional
     assert top_level(path) <= allowed
     assert "protos.plan" not in imported(path), "protos.plan needs numpy"
+
+
+# The rooms of a package, floor by floor: a room may import rooms of lower floors. A module beside
+# the rooms is a room of its own. A room that has rooms itself may be a package here, too.
+FLOORS = {
+    "worker": (
+        ("process", "kernels", "kv"),
+        ("batch",),
+        ("attention",),
+        ("step", "cpu_layers"),
+        ("model",),
+        ("memory",),
+        ("runner",),
+        ("__main__",),
+    ),
+    "scheduler_svc": (
+        ("core", "errors"),
+        ("settings", "text", "engine"),
+        ("front",),
+        ("__main__",),
+    ),
+}
+
+
+def room_of(module: str, package: str) -> str:
+    """The room `kv` of the module `worker.kv.geometry` in the package `worker`."""
+    return module.removeprefix(f"{package}.").partition(".")[0]
+
+
+def arrows(package: str) -> set[tuple[str, str]]:
+    """(module, module that it imports) within a package, by full names."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sources(package.replace(".", "/"))
+    }
+    return {
+        (module, name)
+        for module, path in modules.items()
+        for name in imported(path) & modules.keys() - {module, package}
+    }
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_rooms_import_lower_floors_only(package: str) -> None:
+    """An arrow that points upward makes two rooms one: neither is understood without the other.
+    And a new room that nobody placed could be imported from anywhere, and import anything."""
+    paths = (
+        path.relative_to(ROOT / package.replace(".", "/"))
+        for path in sources(package.replace(".", "/"))
+    )
+    floors = {room: floor for floor, rooms in enumerate(FLOORS[package]) for room in rooms}
+    assert {path.parts[0].removesuffix(".py") for path in paths} - {"__init__"} == floors.keys()
+    upward = [
+        f"{module} imports {other}"
+        for module, other in sorted(arrows(package))
+        if room_of(module, package) != room_of(other, package)
+        and floors[room_of(module, package)] <= floors[room_of(other, package)]
+    ]
+    assert upward == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_modules_import_each_other_in_no_circle(package: str) -> None:
+    """Modules of a circle can only be read, tested and imported all at once."""
+    graph = {module: set[str]() for arrow in arrows(package) for module in arrow}
+    for module, other in arrows(package):
+        graph[module].add(other)
+    while leaves := {module for module, others in graph.items() if not others}:
+        graph = {m: others - leaves for m, others in graph.items() if m not in leaves}
+    assert graph == {}
 
 
 def test_importing_the_client_loads_nothing_heavy() -> None:
@@ -108,7 +178,8 @@ def test_a_file_holds_one_idea(path: Path) -> None:
 @pytest.mark.parametrize("path", hand_written(*PACKAGES), ids=relative)
 def test_no_module_is_named_like_a_library(path: Path) -> None:
     """`client/grpc.py` would be the grpc that its neighbours import when run as a script."""
-    third_party = {"grpc", "google", "numpy", "torch", "zmq", "transformers", "tokenizers", "rich"}
+    third_party = {"grpc", "google", "numpy", "torch", "zmq", "transformers", "tokenizers", "rich",
+                   "triton", "psutil", "safetensors"}  # fmt: skip
     allowed = {"__init__", "__main__", "tokenizer"}
     assert path.stem in allowed or path.stem not in sys.stdlib_module_names | third_party
 

@@ -1,16 +1,16 @@
 """Runs steps: inputs to the device, pre-ops, one ragged forward, sampling, the result.
 
-`launch` begins a step and returns; `Launched.wait` gives its result. On CUDA a step's copy in, its
-computation and its copy out run in three lanes, and two sets of I/O buffers let the next step be
-launched while one runs: the device need not wait for the host. A CPU takes the same path, and has
-computed when `launch` returns.
+`launch` begins a step and returns; `RunningStep.wait` returns its result. On CUDA a step's copy in,
+its computation and its copy out run in three lanes, and two sets of I/O buffers allow launching the
+next step while one runs, so that the device never waits for the host. The CPU takes the same path;
+there the step has finished when `launch` returns.
 
-Owns: the order of a step, the I/O sets, the last sampled token of every row. Does not own:
-attention and KV memory (attention/, kv_pool.py), deriving inputs (inputs.py), the forward
-(forward.py, graphs.py), choosing tokens (sampler.py), when a step runs (loop.py).
+Owns: the order of operations in a step, the I/O sets, the last sampled token of every row. Does not
+own: attention and KV memory (attention/, kv/), deriving inputs (batch/), the forward (step/),
+sampling (step/sampler.py), when a step runs (process/loop.py).
 
-In deterministic mode a model with linear layers that are not packed gets its token rows and logits
-rows padded to multiples of four; deterministic.py says why, and tries the model at hand.
+In deterministic mode, a model with unpacked linear layers gets its token and logits rows padded to
+multiples of four; cpu_layers/deterministic.py says why, and proves that it suffices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 
 from protos import link_pb2
 from protos.plan import StepPlan, StepResult, empty_plan
-from worker.attention import choose_backend
+from worker.attention.backends import choose_backend
 from worker.batch.inputs import StepInputs, prepare_inputs
 from worker.batch.padding import PaddedShape, PaddedShapes, row_shape
 from worker.batch.plan_values import PlanBounds, check_plan
@@ -39,6 +39,7 @@ from worker.memory.pool_size import plan_memory
 from worker.model.capture_check import why_not_capturable
 from worker.model.load import LoadedModel
 from worker.process.device_failure import DeviceFailed
+from worker.process.progress import Progress
 from worker.step.forward import Forward, Forwarded
 from worker.step.graphs import StaticForward
 from worker.step.io_buffers import Capacity, InputBuffer
@@ -47,38 +48,33 @@ from worker.step.output_buffer import OutputBuffer
 from worker.step.pre_ops import MOST_IN_FLIGHT, PreOps
 from worker.step.sampler import SampleRows, sample
 
-Sample = Callable[[torch.Tensor, SampleRows], torch.Tensor]  # worker.sampler.sample
-Progress = Callable[[str, float], None]
+Sample = Callable[[torch.Tensor, SampleRows], torch.Tensor]  # see worker.step.sampler.sample
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-_UNPACKED_ROWS: Final = 4  # deterministic token and logits rows come in multiples of this
+_UNPACKED_ROWS: Final = 4  # deterministic, unpacked: rows come in multiples of this
 
 
 class Runner:
-    """One model with its KV pool. One thread launches, in plan order; another may wait."""
+    """One model with its KV pool. One thread launches, in plan order; another one may wait.
+
+    `sample` chooses the tokens and may be replaced."""
 
     def __init__(
         self,
         loaded: LoadedModel,
         configure: link_pb2.Configure,
         num_chunks: int | None = None,
-        sample: Sample = sample,
         num_swap_chunks: int = 0,
-        *,
-        is_padded: bool | None = None,
         progress: Progress = lambda _what, _share: None,
     ) -> None:
-        """By default memory.py chooses the pools' sizes and groups; with `num_chunks`, the two
-        numbers are taken as given, and the groups of `loaded.geometry`.
+        """pool_size.py chooses the sizes of the pools and the cache groups, unless `num_chunks` is
+        given: then both numbers hold as given, with the groups of `loaded.geometry`.
 
-        `is_padded` sends every step through static inputs of few shapes, as graphs need it; by
-        default that is done where graphs can be captured.
-
-        Raises ValueError where the wanted attention or `deterministic` cannot be had, or where
-        memory is too small.
+        Raises ValueError where the requested attention or `deterministic` is not available, or
+        where memory is too small.
         """
-        self._sample = sample
+        self.sample: Sample = sample
         self._loaded = loaded
         self._device = loaded.device
         needs_padding = configure.deterministic and not is_packed(loaded.model)
@@ -98,12 +94,12 @@ class Runner:
         self._geometry = loaded.geometry
         if num_chunks is None:
             memory = plan_memory(loaded, configure, self.backend.name)
-            _logger.info("memory:\n%s", memory)
+            logger.info("memory:\n%s", memory)
             self._geometry = memory.geometry
             num_chunks, num_swap_chunks = memory.num_chunks, memory.num_swap_chunks
         if loaded.kv_dtype != loaded.dtype:
             stored, computed = _name(loaded.kv_dtype), _name(loaded.dtype)
-            _logger.info("keys and values are stored as %s, computed in %s", stored, computed)
+            logger.info("keys and values are stored as %s, computed in %s", stored, computed)
         self.pool = KvPool(self._geometry, num_chunks, loaded.kv_dtype, loaded.device)
         self.swap = SwapPool(self.pool, num_swap_chunks)
 
@@ -136,25 +132,26 @@ class Runner:
             loaded.model, loaded.hidden_states, self.backend, self.pool, self._last_token
         )
         self._static: StaticForward | None = None
-        if captures if is_padded is None else is_padded:
-            static = InputBuffer(capacity, self._device)
-            self._static = StaticForward(
-                self._forward, static, self._shapes, self._write_padding, captures
-            )
-        settle(self._device)  # zeroing a pool takes longer than beginning a step
+        if captures:
+            self.use_static_inputs(captures)
+        settle(self._device)  # zeroing a pool takes longer than launching a step
         if self._static is not None:
             with torch.inference_mode(), self._compute.use():
                 self._static.capture_first_shapes(progress)
 
-    def step(self, plan: StepPlan) -> StepResult:
-        """Run `plan` and wait for its result; raises what `launch` raises."""
-        return self.launch(plan).wait()
+    def use_static_inputs(self, captures: bool) -> None:
+        """Sends all steps through static inputs of few shapes, as graphs need it; `captures`:
+        whether there is a device to capture graphs on. Called before the first step."""
+        static = InputBuffer(self._capacity(), self._device)
+        self._static = StaticForward(
+            self._forward, static, self._shapes, self._write_padding, captures
+        )
 
-    def launch(self, plan: StepPlan) -> Launched:
-        """Begin `plan`. With two steps launched, waits until the result of the older is taken.
+    def launch(self, plan: StepPlan) -> RunningStep:
+        """Launches `plan`. With two steps in flight, waits until the older one's result is read.
 
         Raises InvalidPlan for a plan that contradicts itself or exceeds what this worker has; then
-        the KV of no block has changed. Raises DeviceFailed where the device will do nothing more.
+        no block's KV has changed. Raises DeviceFailed where the device cannot run another step.
         """
         check_plan(plan, self._bounds)
         shape = self._shape_of(plan)
@@ -180,7 +177,9 @@ class Runner:
         except RuntimeError as broken:
             raise DeviceFailed(f"{type(error).__name__}: {error}") from broken
 
-    def _run(self, plan: StepPlan, inputs: StepInputs, shape: PaddedShape, io: _IoSet) -> Launched:
+    def _run(
+        self, plan: StepPlan, inputs: StepInputs, shape: PaddedShape, io: _IoSet
+    ) -> RunningStep:
         with self._inbound.use():
             io.inputs.to_device()
         self._compute.after(self._inbound.mark())
@@ -203,7 +202,7 @@ class Runner:
             self._outbound.after(swapped_out)
         with self._outbound.use():
             io.outputs.to_host()
-        return Launched(plan, inputs, io, begin, end, self._outbound.mark())
+        return RunningStep(plan, io, begin, end, self._outbound.mark())
 
     def _forward_of(self, io: _IoSet, inputs: StepInputs, shape: PaddedShape) -> Forwarded:
         if self._static is not None and shape.is_static:
@@ -213,14 +212,14 @@ class Runner:
     def _sample_rows(
         self, plan: StepPlan, samples: SampleRows, logits: torch.Tensor
     ) -> torch.Tensor:
-        """Tokens [S]; each row's last one is remembered for plans that do not know it yet."""
+        """Tokens [S]; each row's last one is stored, to which later plans refer by -1."""
         count = len(samples.rows)
         if not count:
             return samples.rows
-        # a sample of each row is the rule, and the rows need not be copied then
+        # usually one sample of each row in order: then the rows need not be copied
         in_order = np.array_equal(plan.sample_logits, np.arange(count))
         chosen = logits[:count] if in_order else logits[samples.logits]
-        tokens = self._sample(chosen.float(), samples)
+        tokens = self.sample(chosen.float(), samples)
         is_last = np.append(plan.sample_rows[1:] != plan.sample_rows[:-1], True)  # of its row
         if is_last.all():
             self._last_token[samples.rows] = tokens
@@ -236,7 +235,7 @@ class Runner:
         return static or row_shape(*lengths, self._row_multiple)
 
     def _capacity(self) -> Capacity:
-        """Of the largest step: every request with as many tokens as there may be."""
+        """Lengths of the largest step: every request at max_model_len."""
         requests = self._shapes.most_requests + self._row_multiple
         pages = 0
         for group in self._geometry.groups:
@@ -264,7 +263,7 @@ class Runner:
         self._static.static.to_device()
 
     def ready(self) -> link_pb2.Ready:
-        """What the scheduler must know of this model and its pool."""
+        """What the scheduler must know about this model and its pools."""
         geometry, loaded = self._geometry, self._loaded
         return link_pb2.Ready(
             model_path=loaded.model_path,
@@ -311,26 +310,16 @@ class _IoSet:
         self._is_free.release()
 
 
-class Launched:
-    """A step that has begun."""
+class RunningStep:
+    """A step that was launched."""
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        inputs: StepInputs,
-        io: _IoSet,
-        begin: Mark,
-        end: Mark,
-        is_out: Mark,
-    ) -> None:
-        self.step_id = plan.step_id
+    def __init__(self, plan: StepPlan, io: _IoSet, begin: Mark, end: Mark, is_out: Mark) -> None:
         self._plan = plan
-        self._inputs = inputs
         self._io = io
         self._begin, self._end, self._is_out = begin, end, is_out
 
     def wait(self) -> StepResult:
-        """Blocks until the step is done; once, and in the order of the launches."""
+        """Blocks until the step has finished; to be called once, in the order of the launches."""
         plan = self._plan
         try:
             self._is_out.wait()
@@ -352,7 +341,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _captures(loaded: LoadedModel, configure: link_pb2.Configure, attention: str) -> bool:
-    """Whether steps are captured as CUDA graphs; the log says why not."""
+    """Whether steps are captured as CUDA graphs; logs why not."""
     if loaded.device.type != "cuda":
         return False
     obstacle: str | None = None
@@ -363,5 +352,5 @@ def _captures(loaded: LoadedModel, configure: link_pb2.Configure, attention: str
     else:
         obstacle = why_not_capturable(loaded.model)
     if obstacle is not None:
-        _logger.warning("steps run without CUDA graphs: %s", obstacle)
+        logger.warning("steps run without CUDA graphs: %s", obstacle)
     return obstacle is None

@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from protos.link import FULL_ATTENTION as FULL_ATTENTION
+from protos.link import SLIDING_ATTENTION as SLIDING_ATTENTION
 from protos.plan import NUM_RESERVED_CHUNKS
-
-FULL_ATTENTION: Final = "full_attention"
-SLIDING_ATTENTION: Final = "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)

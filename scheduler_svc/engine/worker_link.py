@@ -28,13 +28,13 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from protos import link_pb2
+from protos.link import HEARTBEAT_SECONDS, PROTOCOL
 from protos.plan import (
     StepPlan,
     StepResult,
     decode_result,
     encode_plan,
 )
-from protos.session import HEARTBEAT_SECONDS, PROTOCOL
 from scheduler_svc.engine.ipc_lock import IpcLock
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 from google.protobuf.descriptor import FieldDescriptor
 
 from protos import link_pb2
-from protos.session import HEARTBEAT_SECONDS
+from protos.link import HEARTBEAT_SECONDS
 from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.step_time import TARGET_STEP_MS
 

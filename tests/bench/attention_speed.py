@@ -21,12 +21,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tests.support.attention_cases import layer_module
 from worker.attention.cpu import CpuBackend
 from worker.attention.interface import AttentionBackend, AttentionCall, GroupTables, StepContext
 from worker.attention.reference import ReferenceBackend
 from worker.batch.inputs import GroupInputs, StepInputs
 from worker.kernels.build import kernel_library
-from worker.kv.geometry import FULL_ATTENTION, CacheGroup, Geometry
+from worker.kv.geometry import FULL_ATTENTION, CacheGeometry, CacheGroup
 from worker.kv.kv_pool import KvPool
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS, PAGE_SIZE = 9, 3, 64, 30, 16
@@ -72,7 +73,6 @@ class DecodeFigures:
 
 
 def step_context(
-    backend: AttentionBackend,
     shapes: list[tuple[int, int]],
     num_layers: int = NUM_LAYERS,
     kv_dtype: torch.dtype = torch.float32,
@@ -80,7 +80,7 @@ def step_context(
     """A step of requests (query length, sequence length) over a pool of random K and V."""
     pages = [-(-length // PAGE_SIZE) for _, length in shapes]
     group = CacheGroup(FULL_ATTENTION, tuple(range(num_layers)), 0, 1)
-    geometry = Geometry(
+    geometry = CacheGeometry(
         (group,), num_layers, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, kv_dtype.itemsize
     )
     pool = KvPool(geometry, 2 + sum(pages), kv_dtype, _CPU)
@@ -106,7 +106,6 @@ def step_context(
         groups=(GroupInputs(table_start, blocks, 0 * seq_lens, slots),),
     )
     return StepContext(
-        backend=backend,
         pool=pool,
         query_start_loc=torch.from_numpy(on_host.query_start_loc),
         seq_lens=torch.from_numpy(seq_lens),
@@ -136,15 +135,15 @@ def one_step(context: StepContext, backend: AttentionBackend) -> Callable[[], No
     num_tokens = len(context.groups[0].slot_mapping)
     query = torch.randn(num_tokens, NUM_HEADS, HEAD_DIM)
     key, value = torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_DIM)
-    call = AttentionCall(HEAD_DIM**-0.5)
-    layers = [
-        context.pool.layer_views(layer)[1] for layer in range(context.pool.geometry.num_layers)
+    calls = [
+        AttentionCall(layer_module(layer), HEAD_DIM**-0.5)
+        for layer in range(context.pool.geometry.num_layers)
     ]
 
     def run() -> None:
         backend.begin_step(context)
-        for pages in layers:
-            backend.attend(query, key, value, pages, context, context.groups[0], call)
+        for call in calls:
+            backend.attend(query, key, value, call)
 
     return run
 
@@ -174,7 +173,7 @@ def decode(num_rows: int, num_tokens: int = 512, turns: int = 7) -> DecodeFigure
     """One decode step, in turns with reading the same memory and with gather + SDPA: medians, and
     the best turn of reading."""
     kernel, reference = CpuBackend(kernel_library()), ReferenceBackend()
-    context = step_context(kernel, [(1, num_tokens)] * num_rows)
+    context = step_context([(1, num_tokens)] * num_rows)
     kv_bytes = num_rows * num_tokens * 2 * NUM_KV_HEADS * HEAD_DIM * 4
     read, parts = reader(), context.pool.memory.split(kv_bytes // 4)[:NUM_LAYERS]
     seconds = in_turns(
@@ -200,7 +199,7 @@ def narrow_pool(num_rows: int, num_tokens: int, num_queries: int = 1, turns: int
     kernel, shapes = CpuBackend(kernel_library()), [(num_queries, num_tokens)] * num_rows
     num_layers = NUM_LAYERS if num_queries == 1 else 6
     contestants = {
-        str(dtype): one_step(step_context(kernel, shapes, num_layers, dtype), kernel)
+        str(dtype): one_step(step_context(shapes, num_layers, dtype), kernel)
         for dtype in (torch.float32, torch.float16)
     }
     wide, narrow = (statistics.median(of) for of in in_turns(contestants, turns).values())
@@ -214,7 +213,7 @@ def narrow_pool(num_rows: int, num_tokens: int, num_queries: int = 1, turns: int
 def chunk(num_queries: int, num_tokens: int, turns: int = 5) -> str:
     """One request's chunk in the kernel and by gather + SDPA, over a few layers."""
     kernel, reference = CpuBackend(kernel_library()), ReferenceBackend()
-    context = step_context(kernel, [(num_queries, num_tokens)], num_layers=6)
+    context = step_context([(num_queries, num_tokens)], num_layers=6)
     seconds = in_turns(
         {"kernel": one_step(context, kernel), "gather": one_step(context, reference)}, turns
     )

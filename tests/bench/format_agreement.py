@@ -74,8 +74,8 @@ class _Served:
         settings = link_pb2.Configure(
             page_size=16, max_batch_tokens=_MOST_TOKENS, max_requests_per_batch=_MOST_TOKENS
         )
-        self._sample = GreedySample()
-        self._runner = Runner(loaded, settings, _NUM_CHUNKS, self._sample)
+        self._runner = Runner(loaded, settings, _NUM_CHUNKS)
+        self._runner.sample = self._sample = GreedySample()
         self._planner = Planner(loaded.geometry, _NUM_CHUNKS)
 
     def go_on(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
@@ -96,7 +96,7 @@ class _Served:
             sample_logits=places,
             sample_rows=[0] * len(tokens),
         )
-        self._runner.step(plan)
+        self._runner.launch(plan).wait()
         self._planner.finish(request)
         return self._sample.logits.pop()
 

@@ -20,6 +20,7 @@ from protos import link_pb2
 from tests.support import tiny_models
 from tests.support.planner import Planner, Request
 from tests.support.promised import promised_geometry
+from tests.support.runners import run_step
 from worker.attention.interface import ATTENTION_NAME, register
 from worker.memory.pool_size import plan_memory
 from worker.model.load import LoadedModel
@@ -95,11 +96,11 @@ def _run_full_steps(runner: Runner) -> None:
         "u": [0.999] * 32,
     }
     long = Request([7] * 1000, 1, row=0)
-    runner.step(planner.plan([(long, 512)], swap_out=swap_out))
-    runner.step(planner.plan([(long, 480)]))
+    run_step(runner, planner.plan([(long, 512)], swap_out=swap_out))
+    run_step(runner, planner.plan([(long, 480)]))
     planner.finish(long)
-    runner.step(planner.plan([(request, 12) for request in requests]))
-    runner.step(planner.plan([(request, 3) for request in requests], **samples))
+    run_step(runner, planner.plan([(request, 12) for request in requests]))
+    run_step(runner, planner.plan([(request, 3) for request in requests], **samples))
 
 
 def _forget_peak() -> int:

@@ -21,8 +21,8 @@ import torch
 from protos import link_pb2
 from tests.bench.attention_speed import in_turns
 from tests.support.planner import Planner, Request
+from tests.support.runners import unfuse_model
 from worker.cpu_layers.decoder_layer import FusedLayer
-from worker.cpu_layers.fusing import unfuse_model
 from worker.cpu_layers.packed_linear import PackedLinear
 from worker.model.load import LoadedModel, load_model
 from worker.runner import Runner
@@ -77,7 +77,8 @@ def step_of(
         max_batch_tokens=num_rows * query_length,
         max_requests_per_batch=num_rows,
     )
-    runner = Runner(loaded, configure, num_chunks, greedy)
+    runner = Runner(loaded, configure, num_chunks)
+    runner.sample = greedy
     runner.pool.memory.uniform_(-1, 1)
     planner = Planner(loaded.geometry, num_chunks)
     prompts = torch.randint(loaded.vocab_size, (num_rows, num_tokens)).tolist()
@@ -85,7 +86,7 @@ def step_of(
     for request in requests:
         request.num_computed = num_tokens - query_length
     plan = planner.plan([(request, query_length) for request in requests])
-    return runner, lambda: runner.step(plan)
+    return runner, lambda: runner.launch(plan).wait()
 
 
 def linears_of(loaded: LoadedModel, num_rows: int) -> Callable[[], None]:

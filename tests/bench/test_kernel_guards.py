@@ -11,16 +11,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.bench.attention_speed import one_step, step_context
 from tests.bench.conftest import Guard
 from tests.support.promised import promised_geometry
+from tests.support.runners import unfuse_model
 from worker.attention.cpu import CpuBackend
 from worker.attention.interface import ATTENTION_NAME, AttentionCall, answering, register
 from worker.attention.reference import ReferenceBackend
-from worker.cpu_layers.fusing import fuse_model, unfuse_model
+from worker.cpu_layers.fusing import fuse_model
 from worker.cpu_layers.packed_linear import PackedLinear
 from worker.cpu_layers.packing import pack_model
 from worker.kernels.build import kernel_library
@@ -40,7 +41,7 @@ def threads() -> Iterator[None]:
 def test_attention(guard: Guard) -> None:
     """A decode step of 16 requests with 512 tokens each, against gather + SDPA."""
     kernel, reference = CpuBackend(kernel_library()), ReferenceBackend()
-    context = step_context(kernel, [(1, 512)] * 16, NUM_LAYERS)
+    context = step_context([(1, 512)] * 16, NUM_LAYERS)
     guard(one_step(context, kernel), one_step(context, reference), at_least=2)
 
 
@@ -50,7 +51,7 @@ def test_attention_to_halves(guard: Guard) -> None:
     only the times are compared (attention's own tests compare what it gives)."""
     kernel, shapes = CpuBackend(kernel_library()), [(1, 160)] * 64
     wide, narrow = (
-        one_step(step_context(kernel, shapes, NUM_LAYERS, dtype), kernel)
+        one_step(step_context(shapes, NUM_LAYERS, dtype), kernel)
         for dtype in (torch.float32, torch.float16)
     )
     guard(narrow, wide, at_least=1.2)  # 1.5 to 1.9 measured
@@ -73,14 +74,7 @@ def test_packed_linear(num_rows: int, guard: Guard) -> None:
 class NoAttention:
     """Answers a layer with its own values: what remains is the rest of the layer."""
 
-    def attend_layer(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         grouped = query.shape[1] // value.shape[1]
         return value.repeat_interleave(grouped, dim=1).transpose(1, 2).contiguous()
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.gpu.card import DEVICE, DTYPE, IS_CUDA
 from tests.support.promised import promised_geometry
+from tests.support.runners import pad_steps
 from tests.worker.conftest import configure
 from worker.attention.interface import ATTENTION_NAME, register
 from worker.model.load import LoadedModel
@@ -107,4 +108,7 @@ def runner_of(loaded: LoadedModel, num_tokens: int, *, graphs: bool, **settings:
         **{"max_batch_tokens": 2048, "max_requests_per_batch": 64, **settings},
     )  # fmt: skip
     chunks = 2 + loaded.geometry.chunks_for_tokens(num_tokens)
-    return Runner(loaded, told, chunks, is_padded=graphs)
+    runner = Runner(loaded, told, chunks)
+    if graphs:
+        pad_steps(runner)
+    return runner

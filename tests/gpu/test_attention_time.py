@@ -10,12 +10,13 @@ import torch
 
 from tests.gpu.card import DEVICE, DTYPE, copy_bandwidth, has_room, seconds_on_device, sized
 from tests.gpu.conftest import NewTable
+from tests.support.attention_cases import layer_module
 from tests.support.planner import plan_of
-from worker.attention import choose_backend
+from worker.attention.backends import choose_backend
 from worker.attention.interface import AttentionBackend, AttentionCall, GroupTables, StepContext
 from worker.batch.inputs import prepare_inputs
 from worker.batch.padding import row_shape
-from worker.kv.geometry import FULL_ATTENTION, CacheGroup, Geometry
+from worker.kv.geometry import FULL_ATTENTION, CacheGeometry, CacheGroup
 from worker.kv.kv_pool import KvPool
 
 HEADS, KV_HEADS, HEAD_DIM = sized((32, 8, 128), (4, 2, 16))  # Llama-3.1-8B's
@@ -40,11 +41,8 @@ class Work:
     def run(self) -> None:
         self.backend.begin_step(self.context)
         for layer in range(self.num_layers):
-            _, pages = self.context.pool.layer_views(layer)
-            self.backend.attend(
-                self.query, self.key, self.key, pages, self.context, self.context.groups[0],
-                AttentionCall(HEAD_DIM**-0.5),
-            )  # fmt: skip
+            call = AttentionCall(layer_module(layer), HEAD_DIM**-0.5)
+            self.backend.attend(self.query, self.key, self.key, call)
 
 
 def layer_bytes(batch: int, context: int) -> int:
@@ -60,7 +58,7 @@ def work_of(batch: int, queries: int, context: int) -> Work | None:
     if not num_layers:
         return None
     group = CacheGroup(FULL_ATTENTION, tuple(range(num_layers)), 0, 1)
-    geometry = Geometry(
+    geometry = CacheGeometry(
         (group,), num_layers, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, itemsize=DTYPE.itemsize
     )
     pages = -(-context // PAGE_SIZE)
@@ -81,7 +79,6 @@ def work_of(batch: int, queries: int, context: int) -> Work | None:
     tables = inputs.groups[0]
     backend = choose_backend("auto", DEVICE, DTYPE, HEAD_DIM, deterministic=False)
     context_of_step = StepContext(
-        backend=backend,
         pool=pool,
         query_start_loc=torch.from_numpy(inputs.query_start_loc).to(DEVICE),
         seq_lens=torch.from_numpy(inputs.seq_lens).to(DEVICE),

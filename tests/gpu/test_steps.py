@@ -15,7 +15,7 @@ from tests.gpu.conftest import NewTable
 from tests.gpu.models import NAMES, PAGE_SIZE, random_loaded, runner_of, weight_bytes
 from tests.support.planner import Planner, Request
 from worker.memory.pool_size import free_memory
-from worker.runner import Launched, Runner
+from worker.runner import Runner, RunningStep
 from worker.step.lanes import settle
 
 BATCHES = sized((1, 8, 64), (1, 3))
@@ -57,7 +57,7 @@ def planner_of(runner: Runner) -> Planner:
 def run(runner: Runner, plans: Sequence[StepPlan], depth: int) -> tuple[float, list[StepResult]]:
     """Seconds for all, with so many steps in flight."""
     results: list[StepResult] = []
-    launched: deque[Launched] = deque()
+    launched: deque[RunningStep] = deque()
     settle(DEVICE)
     begin = time.perf_counter()
     for plan in plans:

@@ -10,7 +10,7 @@ import torch
 
 from tests.gpu.card import DEVICE, DTYPE, has_room, seconds_of, seconds_on_device, sized
 from tests.gpu.conftest import NewTable
-from worker.kv.geometry import FULL_ATTENTION, CacheGroup, Geometry
+from worker.kv.geometry import FULL_ATTENTION, CacheGeometry, CacheGroup
 from worker.kv.kv_pool import KvPool
 from worker.kv.swap import SwapPool
 from worker.step.sampler import SampleRows, sample, split_rows
@@ -24,7 +24,7 @@ def test_swap_bandwidth(table: NewTable) -> None:
     """Whether a swap is plain copying: scattered blocks must come near one long run."""
     layers, kv_heads, head_dim = sized((32, 8, 128), (2, 2, 16))  # Llama-3.1-8B's
     group = CacheGroup(FULL_ATTENTION, tuple(range(layers)), 0, 1)
-    geometry = Geometry((group,), layers, 32, kv_heads, head_dim, 16, itemsize=DTYPE.itemsize)
+    geometry = CacheGeometry((group,), layers, 32, kv_heads, head_dim, 16, itemsize=DTYPE.itemsize)
     num_chunks = 2 + 2 * BLOCKS
     if not has_room(num_chunks * geometry.chunk_bytes):
         pytest.skip("no room for the pool")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.attention_cases import CALLS, TOLERANCE, Case, attend, by_hand, make_case
-from worker.attention import choose_backend
+from worker.attention.backends import choose_backend
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

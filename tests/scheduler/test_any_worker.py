@@ -20,8 +20,8 @@ import pytest
 import zmq
 
 from protos import link_pb2
+from protos.link import PROTOCOL
 from protos.plan import StepPlan, StepResult, decode_plan, encode_result
-from protos.session import PROTOCOL
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.request import NewRequest, Sampling
 from scheduler_svc.engine.engine import Engine
@@ -30,7 +30,8 @@ from scheduler_svc.engine.worker_link import WorkerLink
 from tests.support.engine_harness import GEOMETRY, right
 from tests.support.memory_link import MemoryLink
 from tests.support.shadow_worker import ShadowWorker
-from worker.process.link import Link, LinkClosed, SessionEnded
+from worker.process.link import LinkClosed, SchedulerLink
+from worker.process.session import SessionEnded
 
 NUM_ROWS, VOCAB_SIZE = 4, 50
 PATIENCE = 60.0
@@ -223,13 +224,13 @@ WRONG = (
 def healthy() -> Iterator[queue.SimpleQueue[str]]:
     """A worker that is well, at the address that is put into the queue."""
     addresses: queue.SimpleQueue[str] = queue.SimpleQueue()
-    links: list[Link] = []
+    links: list[SchedulerLink] = []
 
     def work() -> None:
         address = addresses.get()
         if not address:
             return
-        links.append(Link(address, link_pb2.Hello(protocol=PROTOCOL, host="well", pid=2)))
+        links.append(SchedulerLink(address, link_pb2.Hello(protocol=PROTOCOL, host="well", pid=2)))
         try:
             while True:
                 session = links[0].accept()

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 from protos import link_pb2
-from protos.session import PROTOCOL
+from protos.link import PROTOCOL
 from scheduler_svc.__main__ import main
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.worker_link import WorkerLink
 from tests.support.engine_harness import GEOMETRY
 from tests.support.memory_link import MemoryLink
-from worker.process.link import Link, LinkClosed, SessionEnded
+from worker.process.link import LinkClosed, SchedulerLink
+from worker.process.session import SessionEnded
 
 PATIENCE = 20.0
 
@@ -27,7 +28,7 @@ class Worker:
     """Loads until it is told that it is `loaded`, then waits for plans."""
 
     def __init__(self, address: str, name: str) -> None:
-        self.link = Link(address, link_pb2.Hello(protocol=PROTOCOL, host=name, pid=1))
+        self.link = SchedulerLink(address, link_pb2.Hello(protocol=PROTOCOL, host=name, pid=1))
         self.num_configures = 0
         self.loaded = threading.Event()
         self._is_closed = False

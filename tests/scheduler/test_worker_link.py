@@ -15,8 +15,8 @@ import zmq
 import zmq.auth
 
 from protos import link_pb2
+from protos.link import PROTOCOL
 from protos.plan import StepResult, decode_plan, encode_result
-from protos.session import PROTOCOL
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.request import NewRequest
 from scheduler_svc.core.scheduler import Scheduler

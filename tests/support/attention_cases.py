@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from worker.attention.interface import AttentionCall, GroupTables, StepContext
-from worker.attention.reference import ReferenceBackend
 from worker.batch.inputs import GroupInputs, StepInputs
-from worker.kv.geometry import FULL_ATTENTION, CacheGroup, Geometry
+from worker.kv.geometry import FULL_ATTENTION, CacheGeometry, CacheGroup
 from worker.kv.kv_pool import KvPool
 
 CPU = torch.device("cpu")
@@ -29,6 +29,21 @@ CALLS = {
 }
 
 
+def layer_module(index: int) -> nn.Module:
+    """Stands for the attention module of a layer."""
+    module = nn.Module()
+    module.layer_idx = index
+    return module
+
+
+def copied(pool: KvPool, dtype: torch.dtype, device: torch.device = CPU) -> KvPool:
+    """The same keys and values, in another dtype or on another device."""
+    geometry = replace(pool.geometry, itemsize=dtype.itemsize)
+    copy = KvPool(geometry, pool.num_chunks, dtype, device)
+    copy.memory.copy_(pool.memory)
+    return copy
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
     query: torch.Tensor  # [T, H, D]
@@ -36,12 +51,17 @@ class Case:
     value: torch.Tensor
     keys: list[torch.Tensor]  # per request [L, Hkv, D], rounded to what the pool holds
     values: list[torch.Tensor]
-    pages: torch.Tensor
     context: StepContext
     call: AttentionCall
 
+    @property
+    def pages(self) -> torch.Tensor:
+        """Of the layer that attends."""
+        return self.context.pool.layer_views(self.call.layer)[1]
+
     def to(self, device: torch.device) -> Case:
         """The same on another device; only `keys` and `values` stay, and no copy on the host."""
+        pool = copied(self.context.pool, self.context.pool.memory.dtype, device)
 
         def moved(value: Any, names: Iterable[str]) -> Any:
             return replace(value, **{name: getattr(value, name).to(device) for name in names})
@@ -50,8 +70,8 @@ class Case:
         context = moved(self.context, ("query_start_loc", "seq_lens"))
         call = self.call if self.call.sinks is None else moved(self.call, ("sinks",))
         return replace(
-            moved(self, ("query", "key", "value", "pages")),
-            context=replace(context, groups=tables, on_host=None),
+            moved(self, ("query", "key", "value")),
+            context=replace(context, pool=pool, groups=tables, on_host=None),
             call=call,
         )
 
@@ -118,7 +138,7 @@ def make_case(
         for (_, length), first in zip(shapes, first_positions, strict=True)
     ]
     group = CacheGroup(FULL_ATTENTION, (0, 1), 0, 1)
-    geometry = Geometry(
+    geometry = CacheGeometry(
         (group,), 2, num_heads, num_kv_heads, head_dim, page_size, itemsize=kv_dtype.itemsize
     )
     pool = KvPool(geometry, 2 + sum(num_pages), kv_dtype, CPU)
@@ -163,7 +183,6 @@ def make_case(
     )
     group_inputs = on_host.groups[0]
     context = StepContext(
-        backend=ReferenceBackend(),
         pool=pool,
         query_start_loc=torch.from_numpy(query_start_loc),
         seq_lens=torch.from_numpy(on_host.seq_lens),
@@ -184,9 +203,9 @@ def make_case(
         value=torch.cat([v for _, v in new]),
         keys=keys,
         values=values,
-        pages=pages,
         context=context,
         call=AttentionCall(
+            layer_module(1),
             scaling=0.8 * head_dim**-0.5,
             sliding_window=window,
             softcap=float(call.get("softcap", 0.0)),
@@ -218,12 +237,4 @@ def by_hand(case: Case) -> torch.Tensor:
 
 def attend(backend, case: Case) -> torch.Tensor:
     backend.begin_step(case.context)
-    return backend.attend(
-        case.query,
-        case.key,
-        case.value,
-        case.pages,
-        case.context,
-        case.context.groups[0],
-        case.call,
-    )
+    return backend.attend(case.query, case.key, case.value, case.call)

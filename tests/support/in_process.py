@@ -12,9 +12,10 @@ from scheduler_svc.core.request import NewRequest
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.engine.views import get_cache
 from tests.support.check import check
+from tests.support.runners import pad_steps
 from tests.worker.conftest import configure
 from worker.model.load import LoadedModel
-from worker.runner import Launched, Runner
+from worker.runner import Runner, RunningStep
 
 
 @dataclass
@@ -55,9 +56,9 @@ class InProcess:
             page_size=loaded.geometry.page_size,
             **settings,
         )
-        self.runner = Runner(
-            loaded, told, chunks + 2, num_swap_chunks=swap_chunks, is_padded=is_padded
-        )
+        self.runner = Runner(loaded, told, chunks + 2, swap_chunks)
+        if is_padded:
+            pad_steps(self.runner)
         ready = self.runner.ready()
         geometry = Geometry(
             page_size=ready.page_size,
@@ -75,7 +76,7 @@ class InProcess:
         limits = Limits(max_batch_tokens, max_requests, 0, margin, depth, allow_block_sharing)
         self.scheduler = Scheduler(limits, geometry, order)
         self.state = self.scheduler.state
-        self.launched: deque[Launched] = deque()
+        self.launched: deque[RunningStep] = deque()
 
     def serve(self, requests: list[NewRequest]) -> Served:
         """All at once, to the end. Rows and blocks are all free after that."""

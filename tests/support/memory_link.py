@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from protos import link_pb2
+from protos.link import PROTOCOL
 from protos.plan import StepPlan, StepResult
-from protos.session import PROTOCOL
 from scheduler_svc.core.limits import Geometry
 from scheduler_svc.engine.worker_link import WorkerMessage
 from tests.support.shadow_worker import ShadowWorker

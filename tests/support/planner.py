@@ -18,7 +18,7 @@ import torch
 
 from protos.plan import NUM_RESERVED_CHUNKS, PLAN_LAYOUT, UNKNOWN_TOKEN, StepPlan, StepResult
 from protos.sampling import SAMPLER_FIELDS
-from worker.kv.geometry import CacheGroup, Geometry
+from worker.kv.geometry import CacheGeometry, CacheGroup
 from worker.runner import Runner
 
 
@@ -73,7 +73,7 @@ class Request:
 class Planner:
     """Block tables of a few requests, and the plans for chosen chunks of them."""
 
-    geometry: Geometry
+    geometry: CacheGeometry
     num_chunks: int  # of the pool, with the reserved ones
     seed: int = 0
     hide_outputs: bool = False  # plan sampled tokens as UNKNOWN_TOKEN, as run-ahead does
@@ -214,7 +214,7 @@ def serve(
         if step % 2:  # the order within a batch must not matter
             active.reverse()
         plan = planner.plan([(r, min(chunk, r.num_tokens - r.num_computed)) for r in active])
-        result = runner.step(plan)
+        result = runner.launch(plan).wait()
         check_result(plan, result)
         by_row = {request.row: request for request in active}
         for index, row in enumerate(plan.sample_rows.tolist()):

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from worker.kv.geometry import SLIDING_ATTENTION, Geometry, LayerShape, geometry_of, layer_kinds
+from worker.kv.geometry import (
+    SLIDING_ATTENTION,
+    CacheGeometry,
+    LayerShape,
+    geometry_of,
+    layer_kinds,
+)
 
 
-def promised_geometry(config: PreTrainedConfig, page_size: int, itemsize: int) -> Geometry:
+def promised_geometry(config: PreTrainedConfig, page_size: int, itemsize: int) -> CacheGeometry:
     """Of a model whose layers are alike but for their windows."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

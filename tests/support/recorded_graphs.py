@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from worker import runner
-from worker.attention.interface import AttentionCall, GroupTables, StepContext
+from worker.attention.interface import AttentionCall, StepContext
 from worker.step import graphs
 
 
@@ -57,29 +58,23 @@ class DeviceBackend:
     name = "device"
     captures = 0
 
-    def begin_step(self, context: StepContext) -> None:
-        if context.on_host is None:
+    def begin_step(self, step: StepContext) -> None:
+        self._step = step
+        if step.on_host is None:
             self.captures += 1
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pages: torch.Tensor,
-        context: StepContext,
-        tables: GroupTables,
-        call: AttentionCall,
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        group, pages = self._step.pool.layer_views(call.layer)
+        tables = self._step.groups[group]
         page_size = pages.shape[3]
         slots = tables.slot_mapping
         pages[slots // page_size, 0, :, slots % page_size] = key
         pages[slots // page_size, 1, :, slots % page_size] = value
         tokens = torch.arange(len(query))
-        starts = context.query_start_loc
+        starts = self._step.query_start_loc
         owner = torch.searchsorted(starts, tokens.int(), right=True) - 1
-        owner = owner.clamp(max=len(context.seq_lens) - 1)
-        position = context.seq_lens[owner] - starts[owner + 1] + tokens
+        owner = owner.clamp(max=len(self._step.seq_lens) - 1)
+        position = self._step.seq_lens[owner] - starts[owner + 1] + tokens
         # every position that a request can have, wherever its table begins
         seen = torch.arange(64)[None, :]
         place = seen - tables.first_positions[owner][:, None]

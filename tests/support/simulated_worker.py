@@ -19,9 +19,10 @@ import time
 import numpy as np
 
 from protos import link_pb2
+from protos.link import PROTOCOL
 from protos.plan import StepPlan, StepResult
-from protos.session import PROTOCOL
-from worker.process.link import Link, Received, Session, SessionEnded
+from worker.process.link import SchedulerLink
+from worker.process.session import Received, Session, SessionEnded
 
 
 def ready(options: argparse.Namespace) -> link_pb2.Ready:
@@ -88,7 +89,7 @@ def main() -> None:
     parser.add_argument("--model-path", default="simulated", help="where its tokenizer is")
     options = parser.parse_args()
     hello = link_pb2.Hello(protocol=PROTOCOL, version="0", host="here", pid=os.getpid())
-    link = Link(options.address, hello)
+    link = SchedulerLink(options.address, hello)
     session = link.accept()
     session.send_ready(ready(options))
     print(json.dumps(run(session, options.step_ms / 1000, options.vocab_size)), flush=True)

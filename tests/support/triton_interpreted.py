@@ -16,10 +16,11 @@ import torch
 from tests.support.attention_cases import CALLS, CPU, TOLERANCE, Case, attend, by_hand, make_case
 from tests.support.planner import serve
 from tests.support.tiny_models import gemma2, gpt_oss, llama
+from worker.attention.cuda import TritonBackend
 from worker.attention.reference import ReferenceBackend
-from worker.attention.triton import TritonBackend
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/worker/test_triton.py"
+pytest_plugins = ("tests.worker.conftest",)  # its fixtures
 # numpy warns where the kernel divides 0 by 0 in rows of a tile that belong to no query
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
@@ -162,7 +163,7 @@ def test_writes_land_in_their_slots_and_nowhere_else():
 
 def test_more_requests_than_are_planned_at_once(monkeypatch):
     """plan_work takes requests in blocks: sums must carry over."""
-    monkeypatch.setattr("worker.attention.triton._REQUESTS_AT_ONCE", 2)
+    monkeypatch.setattr("worker.attention.cuda._REQUESTS_AT_ONCE", 2)
     shapes = [(1, 70), (0, 0), (1, 3), (7, 7), (1, 65), (0, 0), (6, 9)]
     check(make_case(shapes, 3, 16, torch.float32, 16))
 
@@ -176,7 +177,7 @@ def test_models_answer_as_with_the_reference(served, family):
     answers = []
     for chosen in (ReferenceBackend(), backend(split=64)):
         it = served(family)
-        it.runner.backend = chosen
+        it.runner._forward._backend = chosen
         answers.append(
             serve(it.runner, it.planner, it.sample, prompts, max_tokens, chunk=33, stagger=1)
         )

@@ -14,7 +14,7 @@ from tests.support import tiny_models
 from tests.support.in_process import InProcess
 from tests.worker.conftest import load
 from worker.model.load import LoadedModel
-from worker.runner import Launched
+from worker.runner import RunningStep
 from worker.step.sampler import SampleRows
 
 Logits = dict[tuple[str, int], torch.Tensor]  # of the token at a position of a request
@@ -27,10 +27,10 @@ class Recording:
         self.process = InProcess(loaded, deterministic=True, **settings)
         self.logits: Logits = {}
         runner = self.process.runner
-        self._launch, self._sample = runner.launch, runner._sample
-        runner.launch, runner._sample = self.launch, self.sample  # type: ignore[method-assign]
+        self._launch, self._sample = runner.launch, runner.sample
+        runner.launch, runner.sample = self.launch, self.sample  # type: ignore[method-assign]
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> RunningStep:
         step = self.process.state.in_flight[-1]
         self._samples = [
             (step.requests[named].request_id, int(step.ends[place]))

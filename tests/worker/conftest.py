@@ -18,8 +18,10 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from protos import link_pb2
+from protos.plan import StepPlan, StepResult
 from tests.support import tiny_models
 from tests.support.planner import GreedySample, Planner
+from tests.support.runners import run_step
 from worker.model.load import LoadedModel, load_folder
 from worker.runner import Runner
 
@@ -52,6 +54,9 @@ class Served:
     sample: GreedySample
     loaded: LoadedModel
 
+    def step(self, plan: StepPlan) -> StepResult:
+        return run_step(self.runner, plan)
+
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, PreTrainedModel]]:
@@ -75,8 +80,8 @@ def served(saved: Callable[..., tuple[Path, PreTrainedModel]]) -> Callable[..., 
         config: Callable[[], PreTrainedConfig], *, hide_outputs: bool = False, **settings: Any
     ) -> Served:
         loaded = load(saved(config)[0], **settings)
-        sample = GreedySample()
-        runner = Runner(loaded, configure(**settings), NUM_CHUNKS, sample, NUM_SWAP_CHUNKS)
+        runner = Runner(loaded, configure(**settings), NUM_CHUNKS, NUM_SWAP_CHUNKS)
+        runner.sample = sample = GreedySample()
         planner = Planner(loaded.geometry, NUM_CHUNKS, hide_outputs=hide_outputs)
         return Served(runner, planner, sample, loaded)
 

@@ -12,15 +12,24 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.attention_cases import CALLS, CPU, TOLERANCE, attend, by_hand, make_case
-from worker.attention import choose_backend
+from tests.support.attention_cases import (
+    CALLS,
+    CPU,
+    TOLERANCE,
+    attend,
+    by_hand,
+    copied,
+    layer_module,
+    make_case,
+)
+from worker.attention.backends import choose_backend
 from worker.attention.cpu import CpuBackend
 from worker.attention.interface import AttentionCall, GroupTables, StepContext
 from worker.attention.reference import ReferenceBackend
 from worker.batch.inputs import GroupInputs, StepInputs
 from worker.kernels import build
 from worker.kernels.build import kernel_library
-from worker.kv.geometry import FULL_ATTENTION, CacheGroup, Geometry
+from worker.kv.geometry import FULL_ATTENTION, CacheGeometry, CacheGroup
 from worker.kv.kv_pool import KvPool
 
 # (query length, sequence length): decodes, a whole prompt, chunks over key blocks and pages
@@ -90,7 +99,7 @@ def test_a_narrow_pool_has_the_bits_of_a_wide_one(kernel, grouped, head_dim, pag
         )
         wide = replace(
             narrow,
-            pages=narrow.pages.float(),
+            context=replace(narrow.context, pool=copied(narrow.context.pool, torch.float32)),
             key=narrow.key.half().float(),
             value=narrow.value.half().float(),
         )
@@ -129,13 +138,13 @@ def test_kernel_bits_do_not_depend_on_chunks(kernel, call, page_size, kv_dtype):
         case.context.seq_lens[0] = 150 - 29 + t + 1
         case.context.groups[0].slot_mapping[0] = slots[t]
         token = (tensor[t : t + 1] for tensor in (case.query, case.key, case.value))
-        alone = kernel.attend(*token, case.pages, case.context, case.context.groups[0], case.call)
+        alone = kernel.attend(*token, case.call)
         assert torch.equal(alone[0], whole[t])
 
 
 def test_writes_land_in_their_slots_and_nowhere_else(kernel):
     """Both backends write the same pool, from strided inputs, and leave other slots alone."""
-    geometry = Geometry((CacheGroup(FULL_ATTENTION, (0, 1), 0, 1),), 2, 4, 2, 12, 4, 4)
+    geometry = CacheGeometry((CacheGroup(FULL_ATTENTION, (0, 1), 0, 1),), 2, 4, 2, 12, 4, 4)
     query = torch.randn(4, 5, 12).transpose(0, 1)
     key = torch.randn(2, 5, 12).transpose(0, 1)  # [5, 2, 12], as models hand it over
     value = torch.randn(5, 2, 12)
@@ -152,9 +161,8 @@ def test_writes_land_in_their_slots_and_nowhere_else(kernel):
     pools = []
     for backend in (kernel, ReferenceBackend()):
         pool = KvPool(geometry, 8, torch.float32, CPU)
-        context = StepContext(backend, pool, *lengths, (tables,), 1, inputs)
-        pages = pool.layer_views(1)[1]
-        backend.attend(query, key, value, pages, context, tables, AttentionCall(1.0))
+        backend.begin_step(StepContext(pool, *lengths, (tables,), 1, inputs))
+        backend.attend(query, key, value, AttentionCall(layer_module(1), 1.0))
         pools.append(pool.blocks(0))
     assert torch.equal(pools[0], pools[1])
     assert torch.equal(pools[0][7, 1, 0, :, 3], key[2])
@@ -215,10 +223,10 @@ def test_falls_back_with_one_warning_without_a_compiler(monkeypatch, tmp_path, c
     ("wanted", "device", "dtype", "message"),
     [
         ("flash", "cpu", torch.float32, "'flash'; allowed are auto, reference, cpu, triton"),
-        ("cpu", "cpu", torch.float64, "the C kernel has no torch.float64"),
+        ("cpu", "cpu", torch.float64, "the C kernel does not support torch.float64"),
         ("cpu", "cuda:0", torch.float32, "the C kernel runs on the CPU, not on cuda:0"),
         ("triton", "cpu", torch.float32, "the Triton kernel runs on CUDA, not on cpu"),
-        ("triton", "cuda:0", torch.float64, "the Triton kernel has no torch.float64"),
+        ("triton", "cuda:0", torch.float64, "the Triton kernel does not support torch.float64"),
         ("triton", "cuda:0", torch.float16, "heads of at most 256, not of 512"),
     ],
 )
@@ -231,7 +239,7 @@ def test_impossible_backends_are_refused(wanted, device, dtype, message):
 def test_cuda_falls_back_with_one_warning_without_triton(monkeypatch, caplog):
     """Where torch came without triton, a GPU serves all the same; and the log says why slowly."""
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "worker.attention.triton", raising=False)
+    monkeypatch.delitem(sys.modules, "worker.attention.cuda", raising=False)
     with caplog.at_level(logging.WARNING, "worker.attention"):
         backend = choose_backend(
             "auto", torch.device("cuda:0"), torch.float16, head_dim=64, deterministic=False

@@ -287,7 +287,7 @@ def test_memory_that_is_short_is_told_in_numbers(checkpoint, monkeypatch):
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")
 
     monkeypatch.setattr("worker.model.load.read_model", allocate)
-    with pytest.raises(MemoryError, match=r"tiny: memory is too small .* of [\d.,]+ GiB may"):
+    with pytest.raises(MemoryError, match=r"tiny: not enough memory: .* of [\d.,]+ GiB are"):
         load(checkpoint.folder)
 
 

@@ -11,11 +11,12 @@ from torch import nn
 from tests.bench.step_speed import load as load_smollm2
 from tests.bench.step_speed import step_of
 from tests.support.planner import Answer, GreedySample, Planner, Request, serve
+from tests.support.runners import unfuse_model
 from tests.support.tiny_models import gemma2, gemma3, llama, olmo2, phi3, smollm3
 from tests.worker.conftest import NUM_CHUNKS, Served, configure, load
 from worker.cpu_layers.decoder_layer import FusedLayer, Workspace
 from worker.cpu_layers.decoder_stack import DecoderStack
-from worker.cpu_layers.fusing import fuse_model, unfuse_model
+from worker.cpu_layers.fusing import fuse_model
 from worker.cpu_layers.packed_linear import PackedLinear
 from worker.runner import Runner
 
@@ -98,7 +99,7 @@ def test_long_steps_go_through_a_layer_in_parts(
     one, other = served(make, **settings), one_by_one(served(make, **settings))
     for it in (one, other):
         requests = [Request(prompt, 1, row=row) for row, prompt in enumerate(prompts)]
-        it.runner.step(it.planner.plan([(request, 90) for request in requests]))
+        it.step(it.planner.plan([(request, 90) for request in requests]))
     assert torch.equal(one.runner.pool.memory, other.runner.pool.memory)
 
 
@@ -115,7 +116,7 @@ def test_the_last_layer_ends_with_the_rows_that_become_logits(
         requests = [Request(prompt, 1, row=row) for row, prompt in enumerate(prompts)]
         plan = it.planner.plan(list(zip(requests, (20, 11, 3), strict=True)))
         assert plan.logits_indices.tolist() == [19, 33]  # the second prompt goes on
-        it.runner.step(plan)
+        it.step(plan)
     same = (hidden[0] == hidden[1]).all(dim=1).nonzero().flatten().tolist()
     assert same == [19, 33]
 
@@ -138,8 +139,8 @@ def test_each_pool_has_its_own_pages(
     it = served(llama)
     expected = answers(it, prompts)
     for _ in range(2):
-        sample = GreedySample()
-        runner = Runner(it.loaded, configure(), NUM_CHUNKS, sample)
+        runner = Runner(it.loaded, configure(), NUM_CHUNKS)
+        runner.sample = sample = GreedySample()
         again = Served(runner, Planner(it.loaded.geometry, NUM_CHUNKS), sample, it.loaded)
         for one, other in zip(answers(again, prompts), expected, strict=True):
             assert one.tokens == other.tokens
@@ -167,10 +168,12 @@ def test_a_model_that_begins_to_compute_between_layers_is_stopped(
     it = served(llama)
     hook = it.loaded.model.base_model.layers[2].register_forward_pre_hook(scaled)
     plan = it.planner.plan([(Request([5, 6, 7], 1, row=0), 3)])
-    with pytest.raises(RuntimeError, match="layer 2 does not get what the one before it gave"):
-        it.runner.step(plan)
+    with pytest.raises(
+        RuntimeError, match="layer 2 does not receive what the layer before it returned"
+    ):
+        it.step(plan)
     hook.remove()
-    assert it.runner.step(plan).is_finite.tolist() == [1]
+    assert it.step(plan).is_finite.tolist() == [1]
 
 
 @pytest.mark.smollm2
@@ -207,7 +210,7 @@ def test_a_token_that_is_named_often_stays_within_the_workspace(
     plan = it.planner.plan(
         [(Request(list(range(3, 11)), 1, row=0), 8)], logits_indices=[7] * 12, sample_logits=[0]
     )
-    it.runner.step(plan)
+    it.step(plan)
     assert guarded
     for name, memory in guarded.items():
         assert (memory[len(memory) // 2 :] == 7.0).all(), f"{name} was written beyond its end"

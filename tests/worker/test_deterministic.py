@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DbrxConfig, MixtralConfig
 
-from tests.support.planner import GreedySample, Planner, serve
+from tests.support.planner import Planner, serve
 from tests.support.tiny_models import cohere2, gemma3, gpt2, llama, phimoe, wide_llama
 from tests.worker.conftest import configure, load
 from worker.cpu_layers.deterministic import RowBits, check_dense, check_layer_bits, check_row_bits
@@ -202,7 +202,7 @@ def test_refused_where_it_cannot_be_promised(saved, settings, reason):
     settings["deterministic"] = True
     loaded = load(saved(llama)[0], **settings)
     with pytest.raises(ValueError, match=reason):
-        Runner(loaded, configure(**settings), 8, GreedySample())
+        Runner(loaded, configure(**settings), 8)
 
 
 def test_refused_without_a_compiler(saved, monkeypatch, tmp_path):
@@ -212,7 +212,7 @@ def test_refused_without_a_compiler(saved, monkeypatch, tmp_path):
     monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path))
     loaded = load(saved(llama)[0])
     with pytest.raises(ValueError, match="no C compiler"):
-        Runner(loaded, configure(deterministic=True), 8, GreedySample())
+        Runner(loaded, configure(deterministic=True), 8)
 
 
 def test_padding_never_touches_a_request(served):

@@ -56,7 +56,7 @@ def test_absent_folder_is_named(name: str, tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_load_says_is_no_more_than_that() -> None:
     """The scheduler puts the model's name before it; the name of a class helps nobody."""
-    with pytest.raises(ModelNotFound, match=r"^model '/no/such/folder' is no folder"):
+    with pytest.raises(ModelNotFound, match=r"^model '/no/such/folder' is not an existing folder"):
         load_model(link_pb2.Configure(model="/no/such/folder"), lambda _what, _share: None)
 
 
@@ -107,9 +107,9 @@ def test_a_user_without_a_home_is_told_what_to_set(
         monkeypatch.delenv(name, raising=False)
     if own is not None:
         monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", own)
-    with pytest.raises(ModelNotFound, match="home directory for one; set CHAIRLIFT_CACHE_DIR"):
+    with pytest.raises(ModelNotFound, match="home directory for it; set CHAIRLIFT_CACHE_DIR"):
         resolve_model(DEFAULT_MODEL)
-    with pytest.raises(ModelNotFound, match="is no folder that exists"):
+    with pytest.raises(ModelNotFound, match="is not an existing folder"):
         resolve_model("~nobody-of-this-name/model")
 
 
@@ -119,7 +119,7 @@ def test_a_cache_that_cannot_be_written_is_named_with_its_remedy(
     """The service's user may have a home that it must not write to."""
     (tmp_path / "file").write_text("where the folder should be")
     monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    with pytest.raises(ModelNotFound, match=r"file/cache.* set CHAIRLIFT_CACHE_DIR to a folder"):
+    with pytest.raises(ModelNotFound, match=r"file/cache.* set CHAIRLIFT_CACHE_DIR to a writable"):
         resolve_model(DEFAULT_MODEL)
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from worker.kv.geometry import FULL_ATTENTION, CacheGroup, Geometry
+from worker.kv.geometry import FULL_ATTENTION, CacheGeometry, CacheGroup
 from worker.kv.kv_pool import KvPool
 
 CPU = torch.device("cpu")
-GEOMETRY = Geometry((CacheGroup(FULL_ATTENTION, (0, 1, 2), 0, 1),), 3, 4, 2, 8, 4, 4)
+GEOMETRY = CacheGeometry((CacheGroup(FULL_ATTENTION, (0, 1, 2), 0, 1),), 3, 4, 2, 8, 4, 4)
 
 
 def test_layer_views_cover_the_pool_block_by_block():

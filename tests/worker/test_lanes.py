@@ -62,13 +62,13 @@ def test_inputs_of_a_failed_step_are_not_overwritten_under_it(
     """What was begun still reads them; the next step would be computed from a mixture."""
     it = served(llama)
     plan = it.planner.plan([(Request([1, 2, 3], 1, row=0), 3)])
-    it.runner._sample = failing
+    it.runner.sample = failing
     with pytest.raises(RuntimeError, match="a sampler's bug"):
         it.runner.launch(plan)
     inbound, compute, outbound = lanes
     assert (inbound.waited, compute.waited, outbound.waited) == (1, 1, 0)
-    it.runner._sample = it.sample
-    assert len(it.runner.step(plan).token_ids) == 1  # the set is free again
+    it.runner.sample = it.sample
+    assert len(it.step(plan).token_ids) == 1  # the set is free again
 
 
 def test_a_broken_device_is_told_from_a_failed_step(
@@ -76,7 +76,7 @@ def test_a_broken_device_is_told_from_a_failed_step(
 ) -> None:
     """Each step would fail, one request after another be given up, and the worker live on."""
     it = served(llama)
-    it.runner._sample = failing
+    it.runner.sample = failing
     lanes[1].is_broken = True
     with pytest.raises(DeviceFailed, match="a sampler's bug") as caught:
         it.runner.launch(it.planner.plan([(Request([1, 2, 3], 1, row=0), 3)]))

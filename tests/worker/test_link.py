@@ -12,13 +12,14 @@ import zmq
 from zmq.auth import create_certificates, load_certificate
 
 from protos import link_pb2
+from protos.link import PROTOCOL
 from protos.plan import PLAN_DIMENSIONS, StepResult
-from protos.session import PROTOCOL
 from tests.support.fake_scheduler import FakeScheduler, make_plan
 from worker.process.curve import CurveKeys
-from worker.process.link import Link, LinkClosed, PlanRefused, SessionEnded
+from worker.process.link import LinkClosed, SchedulerLink
+from worker.process.session import PlanRefused, SessionEnded
 
-MakeLink = Callable[..., Link]
+MakeLink = Callable[..., SchedulerLink]
 MakeScheduler = Callable[..., FakeScheduler]
 
 
@@ -42,11 +43,13 @@ def make_scheduler(address: str) -> Iterator[MakeScheduler]:
 
 @pytest.fixture
 def make_link(address: str) -> Iterator[MakeLink]:
-    made: list[Link] = []
+    made: list[SchedulerLink] = []
 
-    def make(heartbeat_seconds: float = 0.02, peer_timeout: float = 60.0) -> Link:
+    def make(heartbeat_seconds: float = 0.02, peer_timeout: float = 60.0) -> SchedulerLink:
         hello = link_pb2.Hello(protocol=PROTOCOL, host="here", pid=42)
-        link = Link(address, hello, heartbeat_seconds=heartbeat_seconds, peer_timeout=peer_timeout)
+        link = SchedulerLink(
+            address, hello, heartbeat_seconds=heartbeat_seconds, peer_timeout=peer_timeout
+        )
         made.append(link)
         return link
 
@@ -144,7 +147,7 @@ def test_step_out_of_order_is_refused_until_resume(
     scheduler.send(resume=link_pb2.Resume(next_step_id=20))
     scheduler.send_plan(make_plan(20))
     assert [session.receive().plan.step_id for _ in range(2)] == [5, 6]
-    with pytest.raises(PlanRefused, match="step 8 came where 7 was expected") as refused:
+    with pytest.raises(PlanRefused, match="received step 8, expected 7") as refused:
         session.receive()
     assert refused.value.step_id == 8
     assert session.wait_for_resume() == 1
@@ -310,7 +313,7 @@ def test_close_says_bye_after_what_was_sent(
 def test_bad_address_is_named(bad: str) -> None:
     """A typing error must not wait for a scheduler for ever."""
     with pytest.raises(ValueError, match="allowed: ipc://PATH or tcp://HOST:PORT"):
-        Link(bad, link_pb2.Hello())
+        SchedulerLink(bad, link_pb2.Hello())
 
 
 def test_curve_encrypts_and_keeps_others_out(tmp_path: Path) -> None:
@@ -331,7 +334,7 @@ def test_curve_encrypts_and_keeps_others_out(tmp_path: Path) -> None:
         stranger.linger = 0
         stranger.connect(address)
         stranger.send(link_pb2.Envelope(hello=link_pb2.Hello(pid=1)).SerializeToString())
-        link = Link(address, link_pb2.Hello(pid=2), keys)
+        link = SchedulerLink(address, link_pb2.Hello(pid=2), keys)
         try:
             assert scheduler.configure().hello.pid == 2
             assert link.accept().scheduler_boot_id == 7
@@ -351,5 +354,5 @@ def test_curve_needs_both_keys(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="CHAIRLIFT_CURVE_KEY_FILE is not set"):
         CurveKeys.from_environment(server)
     public_only = {"CHAIRLIFT_CURVE_KEY_FILE": str(tmp_path / "worker.key")}
-    with pytest.raises(ValueError, match="holds no secret key"):
+    with pytest.raises(ValueError, match="contains no secret key"):
         CurveKeys.from_environment(public_only | server)

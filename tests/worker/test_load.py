@@ -79,7 +79,7 @@ def test_what_keys_and_values_are_stored_in(wanted, dtype, device, weight_format
         ({"dtype": "int8"}, "dtype is 'int8'; allowed are auto, float32, float16, bfloat16"),
         ({"device": "tpu"}, "device is 'tpu'; allowed are auto, cpu"),
         ({"device": "cuda:99"}, "device is 'cuda:99', but this machine has"),
-        ({"max_model_len": 257}, "max_model_len is 257, but llama reaches 256 positions"),
+        ({"max_model_len": 257}, "max_model_len is 257, but llama has 256 positions"),
         ({"max_model_len": -1}, "max_model_len is -1"),
     ],
     ids=str,
@@ -159,4 +159,4 @@ def test_a_name_that_leads_nowhere_is_told_once() -> None:
     """The sentence is shown to every client that asks; a class's name in it helps nobody."""
     with pytest.raises(ModelNotFound) as error:
         load_model(link_pb2.Configure(model="./nowhere"), lambda what, share: None)
-    assert str(error.value).startswith("model './nowhere' is no folder")
+    assert str(error.value).startswith("model './nowhere' is not an existing folder")

@@ -15,8 +15,9 @@ from protos import link_pb2
 from protos.plan import StepPlan, StepResult
 from tests.support.fake_scheduler import FakeScheduler, make_plan
 from worker.process.device_failure import DeviceFailed
-from worker.process.link import Link
-from worker.process.loop import Progress, serve
+from worker.process.link import SchedulerLink
+from worker.process.loop import serve
+from worker.process.progress import Progress
 
 
 class FakeRunner:
@@ -58,7 +59,9 @@ class Serving:
     """`serve` in a thread of its own, as the main thread of a worker."""
 
     def __init__(self, address: str, build: Callable[..., FakeRunner]) -> None:
-        self.link = Link(address, link_pb2.Hello(), heartbeat_seconds=0.02, peer_timeout=60)
+        self.link = SchedulerLink(
+            address, link_pb2.Hello(), heartbeat_seconds=0.02, peer_timeout=60
+        )
         self.exit_code: int | None = None
         self._thread = threading.Thread(target=self._run, args=(build,))
         self._thread.start()
@@ -148,7 +151,7 @@ def test_lost_plan_is_a_fault_that_names_both_steps(start: Start, scheduler: Fak
     scheduler.receive("step_result")
     scheduler.send_plan(make_plan(3))
     fault = scheduler.receive("fault").fault
-    assert (fault.step_id, fault.error) == (3, "step 3 came where 2 was expected")
+    assert (fault.step_id, fault.error) == (3, "received step 3, expected 2")
 
 
 def test_plan_that_awaits_a_mask_is_a_fault(start: Start, scheduler: FakeScheduler) -> None:

@@ -10,7 +10,7 @@ import torch
 from tests.support.planner import GreedySample, Planner, serve
 from tests.support.tiny_models import SERVED, cohere2, gemma2, gemma3, gpt_oss, llama, phi3, qwen3
 from tests.worker.conftest import NUM_CHUNKS, configure, load
-from worker.kv.geometry import FULL_ATTENTION, Geometry
+from worker.kv.geometry import FULL_ATTENTION, CacheGeometry
 from worker.runner import Runner
 
 MAX_TOKENS = [12, 3, 9, 12, 6, 10]
@@ -90,11 +90,11 @@ def test_the_reference_backend_keeps_windows_softcap_and_sinks(expected, served,
     assert [answer.tokens for answer in found] == answers
 
 
-def each_layer_alone(geometry: Geometry) -> Geometry:
+def each_layer_alone(geometry: CacheGeometry) -> CacheGeometry:
     return geometry.fitted(1)
 
 
-def with_an_idle_slot(geometry: Geometry) -> Geometry:
+def with_an_idle_slot(geometry: CacheGeometry) -> CacheGeometry:
     """The last slot of every sliding block is used by no layer."""
     full, sliding = geometry.groups
     assert full.kind == FULL_ATTENTION
@@ -116,8 +116,8 @@ def test_other_groups_give_the_same_tokens(expected, saved, prompts, change):
     make, answers = expected
     loaded = load(saved(make)[0])
     loaded = replace(loaded, geometry=change(loaded.geometry))
-    sample = GreedySample()
-    runner = Runner(loaded, configure(), 6 * NUM_CHUNKS, sample)
+    runner = Runner(loaded, configure(), 6 * NUM_CHUNKS)
+    runner.sample = sample = GreedySample()
     planner = Planner(loaded.geometry, 6 * NUM_CHUNKS)
     found = serve(runner, planner, sample, prompts, MAX_TOKENS, chunk=13, stagger=2)
     assert [answer.tokens for answer in found] == answers
@@ -143,8 +143,8 @@ def test_float64_reference_equals_transformers_in_float64(saved, served, prompts
         kv_dtype=torch.float64,
         geometry=replace(loaded.geometry, itemsize=8),
     )
-    sample = GreedySample()
-    runner = Runner(wide, configure(attention="reference"), NUM_CHUNKS, sample)
+    runner = Runner(wide, configure(attention="reference"), NUM_CHUNKS)
+    runner.sample = sample = GreedySample()
     planner = Planner(wide.geometry, NUM_CHUNKS)
     answer = serve(runner, planner, sample, [prompts[4]], [1], chunk=17)[0]
     wide.model.set_attn_implementation("eager")

@@ -155,5 +155,5 @@ def test_weights_that_a_format_cannot_hold_are_refused(weight_format, value, mes
 )
 def test_an_input_of_another_kind_is_refused(x):
     """C reads what lies at the address, whatever it is."""
-    with pytest.raises(TypeError, match=r"takes float32 \[\.\.\., 16\]"):
+    with pytest.raises(TypeError, match=r"needs float32 \[\.\.\., 16\]"):
         PackedLinear([torch.ones(4, 16)], [None])(x)

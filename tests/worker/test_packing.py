@@ -101,7 +101,7 @@ def test_progress_and_one_line_that_says_what_was_done(saved, caplog):
         ({"weight_format": "int3"}, "weight_format is 'int3'; allowed are float32, float16, int8"),
         (
             {"weight_format": "int8", "dtype": "bfloat16"},
-            "weight_format is 'int8', but packed weights serve float32 on the CPU, not torch.bfl",
+            "weight_format is 'int8', but packed weights need float32 on the CPU, not torch.bfl",
         ),
     ],
     ids=str,

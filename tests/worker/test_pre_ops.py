@@ -12,14 +12,14 @@ import torch
 from tests.support.planner import plan_of
 from worker.batch.inputs import prepare_inputs
 from worker.batch.padding import row_shape
-from worker.kv.geometry import FULL_ATTENTION, CacheGroup, Geometry
+from worker.kv.geometry import FULL_ATTENTION, CacheGeometry, CacheGroup
 from worker.kv.kv_pool import KvPool
 from worker.kv.swap import SwapPool
 from worker.step import pre_ops
 from worker.step.pre_ops import PreOps
 
 GROUP = CacheGroup(FULL_ATTENTION, (0,), 0, 1)
-GEOMETRY = Geometry((GROUP,), 1, 1, 1, 4, 4, itemsize=4)
+GEOMETRY = CacheGeometry((GROUP,), 1, 1, 1, 4, 4, itemsize=4)
 
 
 @dataclass(frozen=True)

@@ -263,7 +263,7 @@ def test_watching_leaves_the_model_as_it_was():
 def test_unknown_arguments_of_attention_are_refused(others, message):
     """Left out, they would change answers without a word."""
     query = torch.zeros(1, 1, 1, 4)
-    handler = SimpleNamespace(attend_layer=lambda _module, query, *_: query)
+    handler = SimpleNamespace(attend=lambda query, *_: query)
     with answering(handler):
         with pytest.raises(UnservedAttention, match=message):
             chairlift_paged(SimpleNamespace(), query, query, query, None, **others)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.planner import GreedySample, Request, plan_of
+from tests.support.planner import Request, plan_of
 from tests.support.tiny_models import llama
 from tests.worker.conftest import configure, load
 from worker.batch.plan_values import InvalidPlan
@@ -23,7 +23,7 @@ def test_blocks_outside_of_the_plan_stay_byte_identical(served):
     blocks[2:].copy_(torch.randn(blocks[2:].shape))
     before = blocks.clone()
     first, second = Request([1] * 9, 1, row=0), Request([2] * 6, 1, row=1)
-    it.runner.step(it.planner.plan([(first, 9), (second, 5)]))
+    it.step(it.planner.plan([(first, 9), (second, 5)]))
     changed = (blocks != before).flatten(1).any(dim=1).nonzero().flatten().tolist()
     assert changed == sorted(first.table + second.table)
     # the third page of `first` holds one token: the others of that page are untouched
@@ -37,8 +37,8 @@ def test_stale_values_in_reused_blocks_do_not_matter(served):
         it = served(llama)
         it.runner.pool.blocks(0)[2:] = stale
         request = Request([5, 6, 7, 8, 9, 10], 1, row=0)
-        it.runner.step(it.planner.plan([(request, 3)]))
-        result = it.runner.step(it.planner.plan([(request, 3)]))
+        it.step(it.planner.plan([(request, 3)]))
+        result = it.step(it.planner.plan([(request, 3)]))
         assert result.is_finite.tolist() == [1]
         answers.append(it.sample.logits[-1])
     assert torch.equal(*answers)
@@ -48,12 +48,12 @@ def test_only_the_row_that_is_not_finite_is_reported(served):
     """One poisoned request must fail alone, sampling or not; its neighbours go on."""
     it = served(llama, deterministic=True)
     healthy, poisoned = Request([1, 2, 3], 2, row=4), Request([3, 4, 5, 6, 7, 8], 2, row=2)
-    first = it.runner.step(it.planner.plan([(healthy, 3), (poisoned, 4)]))
+    first = it.step(it.planner.plan([(healthy, 3), (poisoned, 4)]))
     assert first.is_finite.tolist() == [1, 1]
     healthy.output.append(int(first.token_ids[0]))
     it.runner.pool.blocks(0)[poisoned.table[0]] = math.inf
     for length in (1, 1):  # in the middle of the prompt, then sampling
-        result = it.runner.step(it.planner.plan([(healthy, 1), (poisoned, length)]))
+        result = it.step(it.planner.plan([(healthy, 1), (poisoned, length)]))
         assert result.is_finite.tolist() == [1, 0]
         healthy.output.append(int(result.token_ids[0]))
 
@@ -68,10 +68,10 @@ def test_logits_that_are_not_finite_are_reported(served):
         lambda _module, _inputs, logits: torch.where(logits.isnan(), -math.inf, logits)
     )
     request = Request([1, 2, 3], 3, row=0)
-    assert it.runner.step(it.planner.plan([(request, 2)])).is_finite.tolist() == [1]
+    assert it.step(it.planner.plan([(request, 2)])).is_finite.tolist() == [1]
     hook.remove()
     it.loaded.model.lm_head.register_forward_hook(lambda _m, _i, logits: logits * math.nan)
-    assert it.runner.step(it.planner.plan([(request, 1)])).is_finite.tolist() == [0]
+    assert it.step(it.planner.plan([(request, 1)])).is_finite.tolist() == [0]
 
 
 def test_sampling_parameters_reach_the_sampler(served):
@@ -84,8 +84,8 @@ def test_sampling_parameters_reach_the_sampler(served):
         seen.append((logits.dtype, logits.shape, {n: a.tolist() for n, a in arrays.items()}))
         return torch.tensor([5, 6])
 
-    it.runner._sample = sample
-    result = it.runner.step(
+    it.runner.sample = sample
+    result = it.step(
         plan_of(
             token_ids=[1, 2, 3],
             rows=[0, 31],
@@ -122,11 +122,11 @@ def test_logits_are_copied_only_where_samples_need_another_order(served):
     it.loaded.model.lm_head.register_forward_hook(
         lambda _module, _inputs, logits: given.append(logits[0])
     )
-    it.runner._sample = lambda logits, *_: used.append(logits) or logits.argmax(dim=-1)
+    it.runner.sample = lambda logits, *_: used.append(logits) or logits.argmax(dim=-1)
     for order in ([0, 1], [1, 0]):
         requests = [Request([1, 2], 1, row=0), Request([4, 5], 1, row=1)]
         plan = it.planner.plan([(request, 2) for request in requests], sample_logits=order)
-        it.runner.step(plan)
+        it.step(plan)
         assert torch.equal(used[-1], given[-1][order])
         assert (used[-1].data_ptr() == given[-1].data_ptr()) == (order == [0, 1])
 
@@ -135,7 +135,7 @@ def test_ready_tells_what_the_pool_is(saved):
     """The scheduler plans blocks by these numbers; the pool is sized from memory by default."""
     path, _ = saved(llama)
     settings = {"num_blocks": 10, "max_model_len": 50}
-    runner = Runner(load(path, **settings), configure(**settings), sample=GreedySample())
+    runner = Runner(load(path, **settings), configure(**settings))
     ready = runner.ready()
     assert ready.num_chunks == runner.pool.num_chunks == 12
     assert ready.num_chunks * ready.chunk_bytes == runner.pool.num_bytes
@@ -154,7 +154,7 @@ def test_a_plan_of_copies_alone_runs_no_forward(served):
     it = served(llama)
     blocks = it.runner.pool.blocks(0)
     blocks[5] = 1.5
-    result = it.runner.step(plan_of(copy=[[0, 5, 8]]))
+    result = it.step(plan_of(copy=[[0, 5, 8]]))
     assert len(result.token_ids) == len(result.is_finite) == 0
     assert torch.equal(blocks[8], blocks[5])
 
@@ -165,13 +165,13 @@ def test_siblings_are_sampled_from_one_row_of_logits(served):
     it = served(llama)
     parent = Request([5, 6, 7, 8, 9, 10], 2, row=1)
     drawn = [[40, 41, 42]]
-    it.runner._sample = lambda logits, *_: (
+    it.runner.sample = lambda logits, *_: (
         it.sample(logits),
         torch.tensor(drawn.pop()) if drawn else logits.argmax(dim=-1),
     )[1]
     rows = [1, 31, 3]  # in no order
     plan = it.planner.plan([(parent, 6)], sample_logits=[0, 0, 0], sample_rows=rows)
-    result = it.runner.step(replace(plan, init_rows=np.array(rows, np.int32)))
+    result = it.step(replace(plan, init_rows=np.array(rows, np.int32)))
     assert result.token_ids.tolist() == [40, 41, 42]
     assert result.is_finite.tolist() == [1]
     first = it.sample.logits[-1]
@@ -190,9 +190,9 @@ def test_siblings_are_sampled_from_one_row_of_logits(served):
         "sample_logits": [0, 1, 2],
         "sample_rows": rows,
     }
-    it.runner.step(plan_of(2, copy=copies, token_ids=[-1, -1, -1], **step))
+    it.step(plan_of(2, copy=copies, token_ids=[-1, -1, -1], **step))
     from_device = it.sample.logits[-1]
-    it.runner.step(plan_of(3, token_ids=[40, 41, 42], **step))
+    it.step(plan_of(3, token_ids=[40, 41, 42], **step))
     assert torch.equal(from_device, it.sample.logits[-1])
     assert not torch.equal(from_device[0], from_device[1])
 
@@ -205,16 +205,16 @@ def test_a_row_has_as_many_samples_as_the_plan_names(served):
     verified = {"logits_indices": [4, 5, 6, 7], "sample_logits": [0, 1, 2, 3]}
     plan = it.planner.plan([(chunk, 3), (draft, 5)], sample_rows=[31] * 4, **verified)
     drawn = torch.tensor([40, 41, 42, 43])
-    it.runner._sample = lambda logits, *_: (it.sample(logits), drawn)[1]
-    result = it.runner.step(plan)
+    it.runner.sample = lambda logits, *_: (it.sample(logits), drawn)[1]
+    result = it.step(plan)
     assert result.token_ids.tolist() == drawn.tolist()
     assert result.is_finite.tolist() == [1, 1]
     assert it.runner._last_token[31] == 43
     best = it.sample.logits[-1].argmax(dim=-1).tolist()
-    it.runner._sample = it.sample
+    it.runner.sample = it.sample
     for count in (2, 3, 4, 5):  # of the draft's tokens, as a prompt of its own
         alone = Request([5, 6, 7, 8, 9][:count], 1, row=2)
-        result = it.runner.step(it.planner.plan([(alone, count)]))
+        result = it.step(it.planner.plan([(alone, count)]))
         assert result.token_ids.tolist() == [best[count - 2]]
 
 
@@ -233,7 +233,7 @@ def test_a_refused_plan_changes_nothing(served):
     it.runner.pool.blocks(0)[5] = 1.0
     before = it.runner.pool.blocks(0).clone()
     with pytest.raises(InvalidPlan, match="blocks must lie in"):
-        it.runner.step(plan)
+        it.step(plan)
     assert torch.equal(it.runner.pool.blocks(0), before)
 
 
@@ -245,4 +245,4 @@ def test_plans_as_they_arrive_are_read_only(served):
         array = getattr(plan, name)
         if isinstance(array, np.ndarray):
             array.flags.writeable = False
-    assert it.runner.step(plan).is_finite.tolist() == [1]
+    assert it.step(plan).is_finite.tolist() == [1]

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.planner import GreedySample, Planner, Request, plan_of, serve
+from tests.support.planner import Planner, Request, plan_of, serve
 from tests.support.tiny_models import gemma3, llama, mistral
 from tests.worker.conftest import NUM_SWAP_CHUNKS, configure, load
-from worker.kv.geometry import FULL_ATTENTION, SLIDING_ATTENTION, CacheGroup, Geometry
+from worker.kv.geometry import FULL_ATTENTION, SLIDING_ATTENTION, CacheGeometry, CacheGroup
 from worker.kv.kv_pool import KvPool
 from worker.kv.swap import SwapPool, _pinned, merged_runs
 from worker.runner import Runner
 
 # one full layer and two sliding ones: a chunk is two full blocks or one sliding block
 GROUPS = (CacheGroup(FULL_ATTENTION, (2,), 0, 2), CacheGroup(SLIDING_ATTENTION, (0, 1), 8, 1))
-GEOMETRY = Geometry(GROUPS, 3, 4, 2, 8, 4, 4)
+GEOMETRY = CacheGeometry(GROUPS, 3, 4, 2, 8, 4, 4)
 
 
 def triples(*rows: tuple[int, int, int]) -> np.ndarray:
@@ -68,15 +68,15 @@ def test_a_request_goes_on_after_a_stay_in_the_swap_pool(served, make, prompts):
     expected = serve(plain.runner, plain.planner, plain.sample, [prompt], [count])[0].tokens
     it = served(make)
     request = Request(prompt, count, row=3)
-    it.runner.step(it.planner.plan([(request, 20)]))
+    it.step(it.planner.plan([(request, 20)]))
     out, back = _move_away(it.planner, request)
-    it.runner.step(plan_of(step_id=90, swap_out=out, **_no_tables(it.planner)))
+    it.step(plan_of(step_id=90, swap_out=out, **_no_tables(it.planner)))
     it.runner.pool.memory.fill_(math.nan)
-    it.runner.step(plan_of(step_id=91, swap_in=back, **_no_tables(it.planner)))
+    it.step(plan_of(step_id=91, swap_in=back, **_no_tables(it.planner)))
     it.runner.pool.blocks(0)[: it.planner.geometry.groups[0].first_block] = 0
     while len(request.output) < count:
         left = request.num_tokens - request.num_computed
-        result = it.runner.step(it.planner.plan([(request, left)]))
+        result = it.step(it.planner.plan([(request, left)]))
         assert result.is_finite.tolist() == [1]
         request.output.append(int(result.token_ids[0]))
     assert request.output == expected
@@ -113,10 +113,10 @@ def test_out_comes_before_in_and_in_before_copies(served):
     it = served(llama)
     blocks = it.runner.pool.blocks(0)
     blocks[5], blocks[6] = 5.0, 6.0
-    it.runner.step(plan_of(swap_out=[[0, 6, 0]]))
-    it.runner.step(plan_of(swap_out=[[0, 5, 1]], swap_in=[[0, 0, 5]], copy=[[0, 5, 8]]))
+    it.step(plan_of(swap_out=[[0, 6, 0]]))
+    it.step(plan_of(swap_out=[[0, 5, 1]], swap_in=[[0, 0, 5]], copy=[[0, 5, 8]]))
     assert (float(blocks[5].mean()), float(blocks[8].mean())) == (6.0, 6.0)
-    it.runner.step(plan_of(swap_in=[[0, 1, 9]]))
+    it.step(plan_of(swap_in=[[0, 1, 9]]))
     assert float(blocks[9].mean()) == 5.0
 
 
@@ -124,7 +124,7 @@ def test_ready_tells_how_large_it_is(saved):
     """The scheduler gives out swap blocks by this number."""
     settings = {"num_blocks": 10, "cpu_offload_space": 1 / 1024}
     loaded = load(saved(llama)[0], **settings)
-    ready = Runner(loaded, configure(**settings), sample=GreedySample()).ready()
+    ready = Runner(loaded, configure(**settings)).ready()
     assert ready.num_swap_chunks == 2**20 // ready.chunk_bytes
 
 

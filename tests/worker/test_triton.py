@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton", reason="triton is not to be had on this p
 from triton.backends.compiler import GPUTarget  # noqa: E402  # not before the line above
 from triton.compiler import ASTSource  # noqa: E402
 
-from worker.attention import triton as launches  # noqa: E402
+from worker.attention import cuda as launches  # noqa: E402
 from worker.attention import triton_kernel as kernels  # noqa: E402
 
 SHARED_MEMORY = {
@@ -173,21 +173,8 @@ def test_nothing_is_read_from_the_device(monkeypatch):
         monkeypatch.setattr(kernels, name, Recorded(name, launched))
     case = make_case([(1, 70), (40, 50), (0, 0)], 4, 64, torch.float16, 16)
     nowhere = torch.device("meta")
-    context = replace(
-        case.context,
-        query_start_loc=case.context.query_start_loc.to(nowhere),
-        seq_lens=case.context.seq_lens.to(nowhere),
-        groups=tuple(
-            replace(
-                tables, **{name: getattr(tables, name).to(nowhere) for name in tables.__slots__}
-            )
-            for tables in case.context.groups
-        ),
-        on_host=None,
-    )
-    tensors = {name: getattr(case, name).to(nowhere) for name in ("query", "key", "value", "pages")}
     it = launches.TritonBackend(nowhere, num_programs=6)
-    attend(it, replace(case, context=context, **tensors))
+    attend(it, case.to(nowhere))
     # 41 tokens in tiles of 32, and 3 requests, of which each can have one tile more: 4, by 2 heads
     assert launched == [
         ("write_kv", (41, 1)), ("plan_work", (1,)),

@@ -19,7 +19,7 @@ from tests.support.fake_scheduler import FakeScheduler, make_plan
 from worker.process import watchdog
 from worker.process.watchdog import Watchdog
 
-LOOK_SECONDS = 0.01
+POLL_SECONDS = 0.01
 PATIENCE = 20.0
 
 
@@ -54,7 +54,7 @@ class Watched:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(watchdog, "LOOK_SECONDS", LOOK_SECONDS)
+    monkeypatch.setattr(watchdog, "POLL_SECONDS", POLL_SECONDS)
     made: list[Watched] = []
 
     def make(*arguments: Any, **options: Any) -> Watched:
@@ -95,7 +95,7 @@ def test_nothing_else_ends_it(watch: Any) -> None:
     loading.link.busy = ("loading", 0, 0.5)
     never.link.busy = ("step", 3, 0.0)
     while steps.link.num_looks < 40:  # four times the limit, at least
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
     assert not any(watched.ended.is_set() for watched in (loading, idle, never, steps))
 
 
@@ -114,7 +114,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(
     watched = watch(1.0)  # 50 looks of at most 0.02 s
     watched.link.busy = ("step", 7, 0.0)
     while hours < 40:
-        threading.Event().wait(LOOK_SECONDS)
+        threading.Event().wait(POLL_SECONDS)
     assert not watched.ended.is_set()
 
 
@@ -137,7 +137,7 @@ def test_systemd_is_pinged_until_a_step_hangs(
         with contextlib.suppress(BlockingIOError):
             while systemd.recv(100):
                 pass
-        time.sleep(5 * LOOK_SECONDS)
+        time.sleep(5 * POLL_SECONDS)
         with pytest.raises(BlockingIOError):
             systemd.recv(100)
         assert not other.ended.is_set()
@@ -147,7 +147,7 @@ HANGING = """
 import logging, sys, time
 from protos import link_pb2
 from tests.worker.test_loop import FakeRunner
-from worker.process.link import Link
+from worker.process.link import SchedulerLink
 from worker.process.loop import serve
 
 class Hangs(FakeRunner):
@@ -160,7 +160,7 @@ class Hangs(FakeRunner):
         return step
 
 logging.basicConfig()
-sys.exit(serve(Link(sys.argv[1], link_pb2.Hello()), lambda configure, progress: Hangs()))
+sys.exit(serve(SchedulerLink(sys.argv[1], link_pb2.Hello()), lambda configure, progress: Hangs()))
 """
 
 

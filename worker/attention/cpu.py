@@ -1,8 +1,7 @@
 """The CPU backend: calls the C kernel through ctypes.
 
-Owns: handing tensors over as pointers, lengths and strides, for whoever else calls the kernel too
-(decoder_stack.py). Does not own: arithmetic (kernels/paged.c), building it (kernels/build.py), or
-when to use it (attention/__init__.py).
+Owns: passing tensors to C as pointers, lengths and strides, also for decoder_stack.py. Does not
+own: arithmetic (kernels/paged.c), building it (kernels/build.py), when to use it (backends.py).
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import ctypes
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from worker.attention.interface import AttentionCall, GroupTables, StepContext
 
@@ -27,19 +27,11 @@ class CpuBackend:
         self._attend = library.attend
         self._attend.restype = ctypes.c_int
 
-    def begin_step(self, context: StepContext) -> None:
-        pass
+    def begin_step(self, step: StepContext) -> None:
+        self._step = step
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pages: torch.Tensor,
-        context: StepContext,
-        tables: GroupTables,
-        call: AttentionCall,
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        group, pages = self._step.pool.layer_views(call.layer)
         query, key, value = (
             tensor if tensor.stride(-1) == 1 else tensor.contiguous()
             for tensor in (query, key, value)
@@ -52,7 +44,7 @@ class CpuBackend:
             num_tokens=key.shape[0],
             dtype=_DTYPES[key.dtype],
         )
-        asked = c_call(call)
+        c_struct = c_call(call)  # keeps the sinks alive until C has read them
         queries = _Queries(
             q=query.data_ptr(),
             token_stride=query.stride(0),
@@ -60,16 +52,16 @@ class CpuBackend:
             num_heads=query.shape[1],
             dtype=_DTYPES[query.dtype],
             out=out.data_ptr(),
-            call=asked,
+            call=c_struct,
         )
         if self._attend(
             ctypes.byref(c_pages(pages)),
             ctypes.byref(new),
             ctypes.byref(queries),
-            ctypes.byref(c_tables(context, tables)),
+            ctypes.byref(c_tables(self._step, self._step.groups[group])),
             torch.get_num_threads(),
         ):
-            raise MemoryError("no memory for the attention kernel's tiles")
+            raise MemoryError("cannot allocate memory for the attention kernel's tiles")
         return out
 
 
@@ -133,8 +125,8 @@ class _Queries(ctypes.Structure):  # struct queries
     ]
 
 
-def c_pages(pages: torch.Tensor) -> CPages:
-    """Of a layer's pages [num_blocks, 2, Hkv, page_size, D]."""
+def c_pages(pages: Tensor) -> CPages:
+    """For a layer's pages [num_blocks, 2, Hkv, page_size, D], which must outlive it."""
     _, _, num_kv_heads, page_size, head_dim = pages.shape
     return CPages(
         pages=pages.data_ptr(),
@@ -147,7 +139,7 @@ def c_pages(pages: torch.Tensor) -> CPages:
 
 
 def c_call(call: AttentionCall) -> CCall:
-    """The sinks that are pointed to live as long as the result, not as its copies."""
+    """The sinks it points to live as long as this struct, not as long as a copy of it."""
     made = CCall(scaling=call.scaling, softcap=call.softcap, sliding_window=call.sliding_window)
     if call.sinks is not None:
         made.kept = call.sinks.to(torch.float32).contiguous()
@@ -156,7 +148,7 @@ def c_call(call: AttentionCall) -> CCall:
 
 
 def c_tables(context: StepContext, tables: GroupTables) -> CTables:
-    """Of a step, for the layers of one group; both must outlive it."""
+    """For the layers of one cache group in one step; `context` and `tables` must outlive it."""
     return CTables(
         num_requests=len(context.seq_lens),
         query_start_loc=context.query_start_loc.data_ptr(),

@@ -1,12 +1,13 @@
-"""The attention function that transformers models call, and what it needs to know of a step.
+"""The attention function that transformers models call, and the path from it to a backend.
 
-A model calls `chairlift_paged` once per layer, without a cache and without a mask. What the call
-cannot carry (some models drop keyword arguments) lies in a module-level variable for the length of
-one forward: the StepContext. The function writes the layer's new keys and values into the pool
-through slot_mapping, then lets the backend attend through the block tables.
+A model calls `chairlift_paged` once per layer, without a cache and without a mask. The call becomes
+an AttentionCall, which a handler computes: `attend(query, key, value, call)`. Some models drop
+keyword arguments, so the handler is a module-level variable for the duration of a forward. In a
+step it is PagedAttention: its backend writes the layer's new keys and values into the pool through
+slot_mapping, then attends through the block tables.
 
-Owns: the registration, the context, the seam between model and backend. Does not own: arithmetic
-(reference.py, cpu.py), or how a plan becomes tables (worker/batch/inputs.py).
+Owns: the registration, the call, the step's context. Does not own: arithmetic (reference.py,
+cpu.py, cuda.py), how a plan becomes tables (worker/batch/inputs.py).
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from worker.batch.inputs import StepInputs
 from worker.kv.kv_pool import KvPool
@@ -26,8 +26,8 @@ from worker.kv.kv_pool import KvPool
 # treats such names in special ways.
 ATTENTION_NAME: Final = "chairlift_paged"
 
-# Keyword arguments of models that change nothing here. What a step needs of them reaches attention
-# by other ways; the rest concern training, caches and outputs that are not asked for.
+# Keyword arguments that change nothing here: a step passes their information in other ways, or
+# they concern training, caches and outputs that nobody requests.
 _HARMLESS: Final = frozenset(
     {
         "cache",
@@ -51,110 +51,113 @@ _HARMLESS: Final = frozenset(
 
 
 class UnservedAttention(RuntimeError):
-    """A layer asks its attention for something that the paged kernels do not compute."""
+    """A layer needs attention that the paged kernels do not compute."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupTables:
     """One cache group's tables on the device. R requests, T tokens, padding included."""
 
-    table_start: torch.Tensor  # int32 [R+1] into blocks
-    blocks: torch.Tensor  # int32 [B]
-    first_positions: torch.Tensor  # int32 [R] token position at which the table starts
-    slot_mapping: torch.Tensor  # int64 [T] block * page_size + offset
+    table_start: Tensor  # int32 [R+1] into blocks
+    blocks: Tensor  # int32 [B]
+    first_positions: Tensor  # int32 [R] token position at which the table starts
+    slot_mapping: Tensor  # int64 [T] block * page_size + offset
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What a layer asks of its attention beside tensors."""
+    """What a layer asks of its attention, besides queries, keys and values."""
 
+    module: nn.Module  # the layer's attention module
     scaling: float
     sliding_window: int = 0  # 0 = none; counts the current token
     softcap: float = 0.0  # 0 = none; else scores become softcap * tanh(score / softcap)
-    sinks: torch.Tensor | None = None  # [H] one more softmax logit per head, without a value
-    mask: torch.Tensor | None = None  # made only while probe.py looks; a step refuses it
+    sinks: Tensor | None = None  # [H] one more softmax logit per head, without a value
+    mask: Tensor | None = None  # only probe.py lets models make one; a step refuses it
 
-
-class AttentionBackend(Protocol):
-    """Writes and reads one layer's pages [num_blocks, 2, Hkv, page_size, D].
-
-    `context` holds the step's lengths, `tables` those of the layer's cache group. On CUDA both
-    methods may run while a graph is captured: then nothing that varies from step to step may come
-    from the host, but for the bounds that a graph fixes (the tensors' shapes, longest_query).
-    """
-
-    name: str
-
-    def begin_step(self, context: StepContext) -> None:
-        """Once per forward, before the first layer: what all layers share is worked out here."""
-        ...
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pages: torch.Tensor,
-        context: StepContext,
-        tables: GroupTables,
-        call: AttentionCall,
-    ) -> torch.Tensor:
-        """Put key and value [T, Hkv, D] into their slots; then causal attention of query
-        [T, H, D] over what each request's table names: [T, H, D]."""
-        ...
+    @property
+    def layer(self) -> int:
+        """The layer's index. Raises RuntimeError for a module that does not know it."""
+        index = getattr(self.module, "layer_idx", None)
+        if not isinstance(index, int):
+            raise RuntimeError(f"{type(self.module).__name__} does not know its layer_idx")
+        return index
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepContext:
     """One forward's metadata. R requests, padding included; a padding request may have no token
-    and a sequence of none."""
+    and an empty sequence."""
 
-    backend: AttentionBackend
     pool: KvPool
-    query_start_loc: torch.Tensor  # int32 [R+1]
-    seq_lens: torch.Tensor  # int32 [R]
+    query_start_loc: Tensor  # int32 [R+1]
+    seq_lens: Tensor  # int32 [R]
     groups: tuple[GroupTables, ...]
     longest_query: int  # no request has more tokens in this step; fixed while a graph is captured
     on_host: StepInputs | None  # the same as numpy arrays, for backends that loop over requests
 
-    def attend_layer(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
-    ) -> torch.Tensor:
+
+class AttentionBackend(Protocol):
+    """Writes and reads the pages of the layers, [num_blocks, 2, Hkv, page_size, D] each.
+
+    On CUDA both methods may run while a graph is captured: then nothing that varies from step to
+    step may come from the host, except the bounds that a graph fixes (the tensors' shapes,
+    longest_query).
+    """
+
+    name: str
+
+    def begin_step(self, step: StepContext) -> None:
+        """Once per forward, before the first layer: computes what all layers share."""
+        ...
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        """Writes key and value [T, Hkv, D] into their slots, then computes causal attention of
+        query [T, H, D] over each request's block table: [T, H, D]."""
+        ...
+
+
+class AttentionHandler(Protocol):
+    """Computes a model's attention calls: those of a step, or stand-ins while a model is examined
+    at load."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
-        refuse_mask(module, call.mask)
-        group, pages = self.pool.layer_views(layer_index(module))
-        call = with_window_of(self.pool, group, call)
-        tables = self.groups[group]
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedAttention:
+    """The handler of a step: `backend`, for which the step has begun, over the step's pool."""
+
+    backend: AttentionBackend
+    step: StepContext
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        refuse_mask(call.module, call.mask)
+        call = with_window_of(self.step.pool, call)
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return self.backend.attend(query, key, value, pages, self, tables, call)[None]
+        return self.backend.attend(query, key, value, call)[None]
 
 
-class LayerHandler(Protocol):
-    """What answers a layer's call: a StepContext, or what looks at a model when it is loaded."""
+class StandIn:
+    """A handler that mixes its arguments, row by row: for looking at what a model computes around
+    attention."""
 
-    def attend_layer(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
-    ) -> torch.Tensor: ...
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        width, grouped = value.shape[-1], query.shape[1] // value.shape[1]
+        mixed = (value + 0.1 * key[..., :width]).repeat_interleave(grouped, dim=1)
+        return (mixed + 0.1 * query[..., :width]).transpose(1, 2).contiguous()
 
 
-_handler: LayerHandler | None = None
+_handler: AttentionHandler | None = None
 
 
 @contextmanager
-def answering(handler: LayerHandler) -> Iterator[None]:
-    """While this holds, `handler` answers the attention calls of the model that runs.
+def answering(handler: AttentionHandler) -> Iterator[None]:
+    """Inside, `handler` computes the attention calls of models.
 
-    One forward at a time in a process; a second one inside the first is a bug.
+    A process runs one forward at a time; a second one inside the first is a bug.
     """
     global _handler
     if _handler is not None:
@@ -168,31 +171,32 @@ def answering(handler: LayerHandler) -> Iterator[None]:
 
 def chairlift_paged(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """transformers' attention interface: [1, H, T, D] and [1, Hkv, T, D] in, [1, T, H, D] out.
 
-    Raises UnservedAttention for a keyword argument that is not known to change nothing.
+    Raises UnservedAttention for a keyword argument that is not known to be harmless.
     """
     for name, argument in others.items():
         if argument is not None and name not in _HARMLESS:
             _refuse_argument(module, name, argument)
     call = AttentionCall(
+        module=module,
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sliding_window=sliding_window or 0,
         softcap=softcap or 0.0,
         sinks=s_aux,
         mask=attention_mask,
     )
-    return attend_layer(module, query, key, value, call), None
+    return attend(query, key, value, call), None
 
 
 def _refuse_argument(module: nn.Module, name: str, argument: Any) -> None:
@@ -200,62 +204,49 @@ def _refuse_argument(module: nn.Module, name: str, argument: Any) -> None:
         if argument is not False:
             return
         raise UnservedAttention(
-            f"{type(module).__name__} asks for attention that is not causal (is_causal=False); a "
-            f"KV cache needs causal attention"
+            f"{type(module).__name__} needs attention that is not causal (is_causal=False); a KV "
+            f"cache needs causal attention"
         )
     raise UnservedAttention(
         f"{type(module).__name__} passes {name} to its attention, which {ATTENTION_NAME} does not "
-        f"know; it would be left out of the result"
+        f"support and would ignore"
     )
 
 
-def attend_layer(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    call: AttentionCall,
-) -> torch.Tensor:
-    """The running step's answer to a layer's call; see StepContext.attend_layer."""
+def attend(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+    """What the current handler computes; see AttentionHandler."""
     if _handler is None:
-        raise RuntimeError(f"{ATTENTION_NAME} was called outside of a step: there is no context")
-    return _handler.attend_layer(module, query, key, value, call)
+        raise RuntimeError(f"{ATTENTION_NAME} was called outside of a step: it has no handler")
+    return _handler.attend(query, key, value, call)
 
 
-def running_step() -> StepContext | None:
-    """The step whose forward runs; None where there is none, or something else answers."""
-    return _handler if isinstance(_handler, StepContext) else None
+def running_step() -> PagedAttention | None:
+    """The handler of the step whose forward is running; None outside of a step's forward."""
+    return _handler if isinstance(_handler, PagedAttention) else None
 
 
-def with_window_of(pool: KvPool, group: int, call: AttentionCall) -> AttentionCall:
-    """What a layer of cache group `group` asks for: some models apply the window through a mask
-    only, so the configuration decides."""
+def with_window_of(pool: KvPool, call: AttentionCall) -> AttentionCall:
+    """`call` with the window of the layer's cache group: some models apply their window through a
+    mask only, so the pool's geometry decides."""
+    group, _ = pool.layer_views(call.layer)
     window = pool.geometry.groups[group].sliding_window
     if call.sliding_window == window:
         return call
     return replace(call, sliding_window=window)
 
 
-def refuse_mask(module: nn.Module, attention_mask: torch.Tensor | None) -> None:
-    """Raises UnservedAttention where a model makes a mask after all."""
+def refuse_mask(module: nn.Module, attention_mask: Tensor | None) -> None:
+    """Raises UnservedAttention if a model makes a mask after all."""
     if attention_mask is not None:
         raise UnservedAttention(
             f"{type(module).__name__} makes an attention mask of its own; {ATTENTION_NAME} serves "
-            f"causal attention, whole or through a window"
+            f"causal attention, full or within a window"
         )
 
 
 def register() -> None:
-    """Make the function known to transformers. No mask function is registered under its name, so
+    """Registers the function with transformers. No mask function is registered under its name, so
     that models create no masks."""
-    from transformers import AttentionInterface  # heavy, and needed here only
+    from transformers import AttentionInterface  # heavy, and needed only here
 
     AttentionInterface.register(ATTENTION_NAME, chairlift_paged)
-
-
-def layer_index(module: nn.Module) -> int:
-    """The layer that an attention module belongs to."""
-    index = getattr(module, "layer_idx", None)
-    if not isinstance(index, int):
-        raise RuntimeError(f"{type(module).__name__} does not know its layer_idx")
-    return index

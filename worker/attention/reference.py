@@ -1,7 +1,7 @@
-"""The reference backend: gather each request's keys, then plain attention. Any device and dtype.
+"""The reference backend: gathers each request's keys, then plain attention. Any device and dtype.
 
-The oracle that other backends are compared with, and the fallback where they cannot run. Request
-by request, because padding SDPA over a batch is far slower. Masks are explicit: SDPA's `is_causal`
+The oracle for the other backends, and the fallback where they cannot run. It goes request by
+request, because SDPA over a padded batch is far slower. Masks are explicit: SDPA's `is_causal`
 aligns top-left, which is wrong for a chunk that continues a prompt.
 """
 
@@ -11,42 +11,32 @@ from typing import Final
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from worker.attention.interface import AttentionCall, GroupTables, StepContext
+from worker.attention.interface import AttentionCall, StepContext
 
-# Scores computed in one go, over all heads: bounds what a long chunk takes (step_memory.py).
+# Scores computed at once, over all heads: bounds the memory of a long chunk (step_memory.py).
 MOST_SCORES: Final = 2**24
 
 
 class ReferenceBackend:
     name = "reference"
 
-    def begin_step(self, context: StepContext) -> None:
-        if context.on_host is None:
-            raise RuntimeError("the reference attention loops over requests on the host: no graphs")
+    def begin_step(self, step: StepContext) -> None:
+        if step.on_host is None:
+            raise RuntimeError("the reference attention loops on the host: it cannot be captured")
+        self._step = step
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pages: torch.Tensor,
-        context: StepContext,
-        tables: GroupTables,
-        call: AttentionCall,
-    ) -> torch.Tensor:
-        assert context.on_host is not None
-        write(key, value, pages, tables.slot_mapping)
-        group = next(
-            host
-            for host, device in zip(context.on_host.groups, context.groups, strict=True)
-            if device is tables
-        )
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        on_host, (index, pages) = self._step.on_host, self._step.pool.layer_views(call.layer)
+        assert on_host is not None
+        write(key, value, pages, self._step.groups[index].slot_mapping)
+        group = on_host.groups[index]
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        starts = context.on_host.query_start_loc.tolist()
+        starts = on_host.query_start_loc.tolist()
         table_start = group.table_start.tolist()
         blocks = torch.from_numpy(group.blocks).to(pages.device)
-        for r, seq_len in enumerate(context.on_host.seq_lens.tolist()):
+        for r, seq_len in enumerate(on_host.seq_lens.tolist()):
             if starts[r] == starts[r + 1]:
                 continue
             first = int(group.first_positions[r])
@@ -69,10 +59,8 @@ class ReferenceBackend:
         return out
 
 
-def write(
-    key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
-    """Put key and value [T, Hkv, D] into the slots [T], rounded to what the pages hold."""
+def write(key: Tensor, value: Tensor, pages: Tensor, slot_mapping: Tensor) -> None:
+    """Writes key and value [T, Hkv, D] into the slots [T], rounded to the dtype of the pages."""
     page_size = pages.shape[3]
     blocks = torch.div(slot_mapping, page_size, rounding_mode="floor")
     places = slot_mapping % page_size
@@ -80,10 +68,8 @@ def write(
     pages[:, 1][blocks, :, places] = value.to(pages.dtype)
 
 
-def gather(
-    pages: torch.Tensor, table: torch.Tensor, num_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [Hkv, num_tokens, D] of the blocks [B] that a table names."""
+def gather(pages: Tensor, table: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [Hkv, num_tokens, D] from the blocks [B] of a table."""
     page_size = pages.shape[3]
     needed = (num_tokens + page_size - 1) // page_size
     found = pages[table[:needed].long()]  # [blocks, 2, Hkv, page, D]
@@ -92,15 +78,15 @@ def gather(
 
 
 def attend_one(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
     first_position: int,
     seq_len: int,
     call: AttentionCall,
-) -> torch.Tensor:
+) -> Tensor:
     """One request: query [q, H, D] at the last q positions before seq_len; keys and values
-    [Hkv, n, D] from first_position on. Returns [q, H, D]."""
+    [Hkv, n, D] from first_position on. -> [q, H, D]."""
     num_queries = query.shape[0]
     position = torch.arange(seq_len - num_queries, seq_len, device=query.device)[:, None]
     key_position = torch.arange(first_position, seq_len, device=query.device)[None]
@@ -122,13 +108,13 @@ def attend_one(
 
 
 def _attend_explicitly(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
     call: AttentionCall,
-) -> torch.Tensor:
-    """What SDPA cannot do: capped scores, and a sink that takes weight and gives no value."""
+) -> Tensor:
+    """What SDPA cannot do: capped scores, and a sink that takes weight but has no value."""
     grouped = query.shape[1] // keys.shape[0]
     keys, values = (tensor.repeat_interleave(grouped, dim=0) for tensor in (keys, values))
     wide = torch.promote_types(query.dtype, torch.float32)

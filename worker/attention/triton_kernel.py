@@ -1,24 +1,25 @@
-"""Paged attention in Triton: four kernels, of which a layer's attention is made.
+"""Paged attention in Triton: the four kernels of a layer's attention.
 
-    plan_work   once per forward and window: who is short, who is long, in how many pieces
+    plan_work   once per forward and window: which requests are short or long, in how many pieces
     write_kv    new keys and values into their slots
     attend      a share of the queries over a share of their keys
-    merge       short requests whose keys were split: the pieces together
+    merge       combines the pieces of short requests whose keys were split
 
-A request is short if its queries, times the heads that share a KV head, fit one small tile (all
-decodes do). Its keys are then split into runs of SPLIT positions, which run side by side. A long
-one (a chunk of a prompt) is cut into tiles of queries instead, each of which walks all its keys.
+A request is short if its queries, times the heads that share a KV head, fit into one small tile
+(all decodes do). Its keys are then split into pieces of SPLIT positions, which run in parallel. A
+long one (a chunk of a prompt) is divided into tiles of queries instead, each of which loops over
+all its keys.
 
-Which work there is stands in device memory only: `starts` [3, R + 1] holds prefix sums over the
-requests, and programs loop over items up to their total. So no launch depends on a length, and
-the launches can be captured in a graph.
+The amount of work is in device memory only: `starts` [3, R + 1] contains prefix sums over the
+requests, and programs loop over items up to their total. So no launch depends on a length, and the
+launches can be captured in a graph.
 
 A request's bits depend on itself alone: splits and key tiles begin at fixed positions, pieces are
 merged in order of position, and every maximum is rounded up to an integer (in powers of two), so
-that rescaling is exact, wherever it happens. So a request whose pieces find no room in `partials`
-is scanned piece by piece by one program, and comes out the same.
+that rescaling is exact, wherever it happens. So a request whose pieces do not fit into `partials`
+is processed piece by piece by one program, with the same result.
 
-Owns: the arithmetic. Does not own: launching, tile sizes, memory (triton.py).
+Owns: the arithmetic. Does not own: launching, tile sizes, memory (cuda.py).
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ SHORT_ITEMS = tl.constexpr(0)
 PARTS = tl.constexpr(1)
 LONG_ITEMS = tl.constexpr(2)
 
-# What differs from step to step must not make a new variant of a kernel: it would be compiled
-# while requests wait. Plans come in one buffer, so that its arrays lie at any multiple of 4 bytes.
+# Arguments that vary from step to step must not create new variants of a kernel, which would be
+# compiled while requests wait. A plan is one buffer: its arrays start at any multiple of 4 bytes.
 _TABLES = ["query_start_loc", "seq_lens", "table_start", "blocks", "first_positions"]
 _VARYING = [*_TABLES, "slot_mapping", "starts", "num_requests", "window", "capacity"]
 
@@ -50,13 +51,13 @@ def plan_work(
     starts,  # int32 [3, R + 1], written
     num_requests,
     window,
-    capacity,  # parts that `partials` has room for
-    SHORT: tl.constexpr,  # queries of a short request, at most
+    capacity,  # parts that fit into `partials`
+    SHORT: tl.constexpr,  # most queries of a short request
     TILE: tl.constexpr,  # queries of a long request's tile
     SPLIT: tl.constexpr,  # keys of a piece
     BLOCK: tl.constexpr,  # requests at a time
 ):
-    """One program. A part is one query's result over one piece of its keys."""
+    """A single program. A part is one query's result over one piece of its keys."""
     row = num_requests + 1
     items_before = 0
     parts_before = 0
@@ -91,7 +92,7 @@ def write_kv(
     value,
     pages,  # [num_blocks, 2, Hkv, page, D]
     slot_mapping,  # int64 [T]
-    out,  # [T, H, D]: zeroed where a token belongs to no request
+    out,  # [T, H, D]: zeroed for tokens of no request
     query_start_loc,
     num_requests,
     key_token_stride,
@@ -153,11 +154,11 @@ def attend(
     PAGE_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,  # 0: the long requests
     CAPPED: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # rows of a tile: queries times GROUPED, and some that stay empty
+    BLOCK_M: tl.constexpr,  # rows of a tile: queries times GROUPED, and some unused ones
     BLOCK_N: tl.constexpr,  # keys of a tile
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
 ):
-    """Any number of programs: each takes every num_programs'th (item, KV head)."""
+    """Any number of programs: each processes every num_programs'th (item, KV head)."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUPED
     row_starts = num_requests + 1
     items_of = starts + (SHORT_ITEMS if SPLIT else LONG_ITEMS) * row_starts
@@ -174,7 +175,7 @@ def attend(
 
         # the item's queries; a row of the tile is one query of one head
         is_part = items > 1 if SPLIT else False
-        # tiles of a long request: those that walk furthest begin first
+        # tiles of a long request: those with the most keys first
         first = 0 if SPLIT else (first_item + items - 1 - item) * BLOCK_Q
         row = tl.arange(0, BLOCK_M)
         token = first + row // GROUPED
@@ -187,7 +188,7 @@ def attend(
         q = tl.load(query + of_query[:, None] + dim, mask=is_wanted, other=0.0)
         position = seq_len - query_len + token
 
-        # keys that any of these queries sees
+        # the keys that any of these queries attends to
         key_begin = tl.maximum(seq_len - query_len + first - window + 1, 0)
         key_end = seq_len - query_len + tl.minimum(first + BLOCK_Q, query_len)
         table = blocks + tl.load(table_start + request)
@@ -198,7 +199,7 @@ def attend(
             top = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             values = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            # one piece, or all where there was no room for parts
+            # one piece, or all if the parts did not fit
             piece = key_begin // SPLIT
             last_piece = tl.cdiv(key_end, SPLIT)
             if is_part:
@@ -252,7 +253,7 @@ def merge(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (request, head): what `attend` does with all pieces at once, in the same order."""
+    """Program (request, head): combines pieces in the order in which `attend` combines them."""
     request = tl.program_id(0)
     head = tl.program_id(1)
     row_starts = num_requests + 1
@@ -319,16 +320,16 @@ def _scan(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Softmax over keys [key_begin, key_end), as far as it goes without the others: an integer
-    not below the largest score (in powers of two), the sum of weights relative to it, and the
-    weighted values. Key tiles begin at multiples of BLOCK_N, wherever key_begin is."""
+    """Partial softmax over keys [key_begin, key_end): an integer not below the largest score (in
+    powers of two), the sum of weights relative to it, and the weighted values. Key tiles begin at
+    multiples of BLOCK_N, wherever key_begin is."""
     dim = tl.arange(0, BLOCK_D)[None, :]
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     values = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(key_begin // BLOCK_N * BLOCK_N, key_end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
-        # no page may be read beside these: what nobody owns can hold NaN, which times 0 is NaN
+        # other pages must not be read: they may contain NaN, and NaN times 0 is NaN
         is_key = (key >= key_begin) & (key < key_end)
         block = tl.load(table + (key - table_position) // PAGE_SIZE, mask=is_key, other=0)
         place = block.to(tl.int64) * block_stride + key % PAGE_SIZE * HEAD_DIM
@@ -355,8 +356,8 @@ def _scan(
 
 @triton.jit
 def _scales(top, other):
-    """The larger maximum, and what results relative to each of both are multiplied by: powers of
-    two. Where nothing was seen (-inf) there is nothing to scale."""
+    """The larger maximum, and the factors, powers of two, for results relative to either of them.
+    A maximum of -inf means that there is nothing to scale."""
     larger = tl.maximum(top, other)
     finite = tl.where(larger == float("-inf"), 0.0, larger)
     return larger, tl.exp2(top - finite), tl.exp2(other - finite)
@@ -364,7 +365,7 @@ def _scales(top, other):
 
 @triton.jit
 def _with_sink(top, total, sink):
-    """The sum of weights with the sink's own, and what the values are multiplied by."""
+    """The sum of weights including the sink's, and the factor for the values."""
     sink = sink.to(tl.float32) * LOG2E
     larger, scale, _ = _scales(top, tl.ceil(sink))
     return total * scale + tl.exp2(sink - larger), scale
@@ -372,7 +373,7 @@ def _with_sink(top, total, sink):
 
 @triton.jit
 def _tanh(x):
-    """tl has none. With exp(-2 |x|) nothing overflows."""
+    """tanh, which tl lacks. exp(-2 |x|) cannot overflow."""
     small = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     size = (1.0 - small) / (1.0 + small)
     return tl.where(x < 0, -size, size)

@@ -1,8 +1,8 @@
 """A decoder layer in two calls to C, around its attention.
 
-Owns: what a layer consists of (LayerParts), handing it to C, the memory that layers share for
-values in between. Does not own: arithmetic (kernels/decoder.c), finding the parts in a model and
-proving that the result is the same (fusing.py), attention (attention/), all layers as one call
+Owns: what a layer consists of (LayerParts), passing it to C, the memory for intermediate values
+that layers share. Does not own: arithmetic (kernels/decoder.c), finding the parts in a model and
+proving that the result is the same (fusing.py), attention (attention/), all layers in one call
 (decoder_stack.py).
 """
 
@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import nn
 
-from worker.attention.interface import AttentionCall, attend_layer, refuse_mask
+from worker.attention.interface import AttentionCall, attend, refuse_mask
 from worker.cpu_layers.packed_linear import PackedLinear
 from worker.kernels.build import kernel_library
 
-SILU, GELU_TANH = 0, 1  # of decoder.c
-# What layers are handed beside what FusedLayer uses: positions are in the embeddings already, which
-# fusing.py proves, and the rest is about caches that a step does not have.
+SILU, GELU_TANH = 0, 1  # of decoder.h
+# Arguments of layers that FusedLayer ignores: the embeddings already contain the positions, which
+# fusing.py proves, and the rest is about caches, which a step does not have.
 _HARMLESS: Final = frozenset(
     {
         "hidden_states",
@@ -44,14 +43,13 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerParts:
-    """A decoder layer, float32 on the CPU. In the order of its computation:
+    """The parts of a decoder layer, float32 on the CPU, which computes in this order:
 
     norm input; q, k, v; norms q, k; rotary embedding; attention; o; norm after_attention; residual;
-    norm before_mlp; gate, up; down; norm after_mlp; residual. Norms may be missing. q may be all
-    three of q, k and v in one, gate both of gate and up.
+    norm before_mlp; gate, up; down; norm after_mlp; residual. Norms may be missing. One linear
+    layer may compute q, k and v, and one gate and up.
     """
 
-    attention: nn.Module  # what attention is told to be called by
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -60,7 +58,7 @@ class LayerParts:
     gate_up: tuple[PackedLinear, ...]
     down: PackedLinear
     activation: int
-    rotates: bool  # its queries and keys, by the embeddings that the model hands it
+    rotates: bool  # its queries and keys, by the embeddings that the model passes to it
     input: Norm | None
     q: Norm | None
     k: Norm | None
@@ -73,7 +71,7 @@ Embeddings = tuple[torch.Tensor, torch.Tensor]  # cos and sin [1, T, dim]
 
 
 class Workspace:
-    """Memory for what a layer computes on the way; all layers of a model take turns with it."""
+    """Memory for a layer's intermediate values, which all layers of a model share."""
 
     def __init__(self) -> None:
         self._rows = 0
@@ -83,12 +81,12 @@ class Workspace:
         self.c_struct = _Workspace()
 
     def serve(self, parts: LayerParts) -> None:
-        """Make it fit for one more layer."""
+        """Registers a layer, for which the memory must suffice, too."""
         self._parts.append(parts)
         self._rows = 0
 
     def reserve(self, rows: int) -> None:
-        """Grow to `rows` rows, if they are more than ever before."""
+        """Grows to `rows` rows if it is smaller."""
         if rows <= self._rows:
             return
         linears = [x for p in self._parts for x in (*p.qkv, p.o, *p.gate_up, p.down)]
@@ -104,26 +102,25 @@ class Workspace:
         self._rows = rows
 
     def rotary(self, embeddings: Embeddings | None) -> int:
-        """The address of the struct for cos and sin [1, T, dim], of which None rotate nothing. Most
-        models hand the same two to all layers of a forward."""
+        """The address of the struct for cos and sin [1, T, dim]; None: no rotation. Most models
+        pass the same two tensors to all layers of a forward."""
         if embeddings is not self._embeddings:
-            self._embeddings = embeddings  # and no longer: its address may be given out again
+            self._embeddings = embeddings  # kept, or another object could have its address
             self._rotary = c_rotary(embeddings)
         return ctypes.addressof(self._rotary)
 
 
 class FusedLayer:
-    """Takes the place of a decoder layer's forward."""
+    """Replaces a decoder layer's forward."""
 
-    def __init__(self, parts: LayerParts, workspace: Workspace) -> None:
+    def __init__(self, parts: LayerParts, call: AttentionCall, workspace: Workspace) -> None:
         library = kernel_library()
         self._begin, self._end = library.layer_begin, library.layer_end
         self._begin.restype = self._end.restype = None
         self._begin.argtypes = _arguments("ppippi")
         self._end.argtypes = _arguments("pppippi")
-        self.parts, self._workspace = parts, workspace
-        self.call: AttentionCall | None = None  # what the layer asks of its attention
-        self.stack: Stack | None = None  # may answer in this layer's place
+        self.parts, self.call, self._workspace = parts, call, workspace
+        self.stack: Stack | None = None  # to which this layer may defer its work
         self._c_layer = _c_layer(parts)
         self.c_pointer = ctypes.addressof(self._c_layer)  # a `struct layer *`
         self._work = ctypes.addressof(workspace.c_struct)
@@ -138,16 +135,15 @@ class FusedLayer:
         position_embeddings: Embeddings | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """[1, T, hidden] -> the same shape. Raises TypeError for an argument it does not know."""
+        """[1, T, hidden] -> the same shape. Raises TypeError for an unknown argument."""
         parts = self.parts
         if unknown := unknown_arguments(others):
-            raise TypeError(f"a fused layer takes no {', '.join(unknown)}")
-        refuse_mask(parts.attention, attention_mask)
-        if self.stack is not None:
-            answer = self.stack(self, hidden_states, position_embeddings)
-            if answer is not None:
-                return answer
-        assert self.call is not None
+            raise TypeError(f"a fused layer does not support {', '.join(unknown)}")
+        refuse_mask(self.call.module, attention_mask)
+        if self.stack is not None:  # then the input is returned, but by a model's last layer
+            deferred = self.stack(self, hidden_states, position_embeddings)
+            if deferred is not None:
+                return deferred
         hidden_states = hidden_states.contiguous()
         rows, threads = hidden_states.shape[1], torch.get_num_threads()
         self._workspace.reserve(rows)
@@ -157,7 +153,7 @@ class FusedLayer:
         query, key, value = qkv.transpose(1, 2).split(
             [parts.num_heads, parts.num_kv_heads, parts.num_kv_heads], dim=1
         )
-        attended = attend_layer(parts.attention, query, key, value, self.call).contiguous()
+        attended = attend(query, key, value, self.call).contiguous()
         out = torch.empty_like(hidden_states)
         self._end(
             self.c_pointer,
@@ -172,7 +168,7 @@ class FusedLayer:
 
 
 def unknown_arguments(arguments: Mapping[str, Any]) -> list[str]:
-    """Names of those that may change what a layer computes in a way that FusedLayer does not."""
+    """Names of the arguments that may change what a layer computes, and FusedLayer ignores."""
     return [
         name
         for name, value in arguments.items()
@@ -180,7 +176,8 @@ def unknown_arguments(arguments: Mapping[str, Any]) -> list[str]:
     ]
 
 
-# (layer, its input, its embeddings) -> its output, or None: then the layer is to compute it
+# (layer, its input, its embeddings) -> what the layer returns, None if it must compute it itself;
+# see decoder_stack.py
 Stack = Callable[[FusedLayer, torch.Tensor, Embeddings | None], torch.Tensor | None]
 
 
@@ -222,7 +219,7 @@ class CRotary(ctypes.Structure):
 
 
 def c_rotary(embeddings: Embeddings | None) -> CRotary:
-    """None rotate nothing. What is pointed to lives as long as the result, not as its copies."""
+    """None: no rotation. The memory it points to lives as long as this struct, not as a copy."""
     made = CRotary(None, None, 0)
     if embeddings is not None:
         made.kept = cos, sin = [tensor.contiguous() for tensor in embeddings]
@@ -258,6 +255,6 @@ def _width(linears: Iterable[PackedLinear]) -> int:
 
 
 def _arguments(kinds: str) -> list[Any]:
-    """p: a pointer, i: an int64, the last i: an int."""
-    of = {"p": ctypes.c_void_p, "i": ctypes.c_int64}
-    return [*(of[kind] for kind in kinds[:-1]), ctypes.c_int]
+    """ctypes for the letters p (pointer) and i (int64; the last one, threads, is an int)."""
+    types = {"p": ctypes.c_void_p, "i": ctypes.c_int64}
+    return [*(types[kind] for kind in kinds[:-1]), ctypes.c_int]

@@ -1,11 +1,15 @@
 """All decoder layers of a model in one call to C, attention included.
 
-Every layer's own two calls and its attention wake threads and pass through Python; over a decode
-step that costs as much as its arithmetic. The last layer of a model computes all of them instead,
-when the others have told it their embeddings and handed on what they got.
+Layer by layer, two calls and the attention of every layer wake the threads and pass through Python;
+over a decode step that costs as much as the arithmetic. But the loop over the layers is the
+model's own code. So the layers of a stack defer their work: each of them returns its input
+unchanged, only its rotary embeddings are recorded, and the last one computes all layers from the
+input of the first. Between the layers of a stack, then, the hidden states are not what the model
+would have there. Nothing else may look at them: fusing.py builds a stack only where every layer
+receives the very tensor that the layer before it returned, and each step checks that again.
 
-Owns: when that can be done in a step, handing layers, pages and tables to C. Does not own:
-arithmetic (kernels/stack.c), whether a model's layers follow each other so (fusing.py).
+Owns: when layers defer in a step, passing layers, pages and tables to C. Does not own: arithmetic
+(kernels/stack.c), whether layers may form a stack (fusing.py).
 """
 
 from __future__ import annotations
@@ -19,15 +23,14 @@ import torch
 
 from protos.plan import Int32
 from worker.attention.cpu import CCall, CPages, CpuBackend, CTables, c_call, c_pages, c_tables
-from worker.attention.interface import StepContext, layer_index, running_step, with_window_of
+from worker.attention.interface import StepContext, running_step, with_window_of
 from worker.cpu_layers.decoder_layer import CRotary, Embeddings, FusedLayer, Workspace, c_rotary
 from worker.kernels.build import kernel_library
 from worker.kv.kv_pool import KvPool
 
 
 class DecoderStack:
-    """Answers for each of `layers`: all of a model, in their order, where the input of each is the
-    output of the one before."""
+    """`layers` are all layers of a model, in order; the output of each is the input of the next."""
 
     def __init__(self, layers: Sequence[FusedLayer], workspace: Workspace) -> None:
         self._run = kernel_library().run_stack
@@ -38,8 +41,8 @@ class DecoderStack:
             ctypes.c_int,
         ]
         self._layers, self._workspace = layers, workspace
-        self._pool: Callable[[], KvPool | None] = lambda: None  # whose pages _c_layers name
-        # of the forward that runs
+        self._pool: Callable[[], KvPool | None] = lambda: None  # whose pages _c_layers point to
+        # of the current forward
         self._step: StepContext | None = None
         self._input: torch.Tensor | None = None
         self._embeddings: list[Embeddings | None] = []  # of the layers so far
@@ -49,21 +52,22 @@ class DecoderStack:
     def __call__(
         self, layer: FusedLayer, hidden_states: torch.Tensor, embeddings: Embeddings | None
     ) -> torch.Tensor | None:
-        """What the layer is to give for its input; None where it must compute that itself.
+        """The last layer's output, computed through all layers; for the others their input. None
+        where layers do not defer, outside of a step or with another backend.
 
-        Raises RuntimeError where a model does something between its layers after all.
+        Raises RuntimeError where the model does something between its layers after all.
         """
         if layer is self._layers[0]:
-            step = running_step()
-            is_served = step is not None and isinstance(step.backend, CpuBackend)
-            self._step = step if is_served else None
+            running = running_step()
+            defers = running is not None and isinstance(running.backend, CpuBackend)
+            self._step = running.step if running is not None and defers else None
             self._input, self._embeddings = hidden_states, []
         if self._step is None:
             return None
         if hidden_states is not self._input or layer is not self._layers[len(self._embeddings)]:
             raise RuntimeError(
-                f"layer {layer_index(layer.parts.attention)} does not get what the one before it "
-                f"gave, as it did when the model was loaded"
+                f"layer {layer.call.layer} does not receive what the layer before it returned, as "
+                f"it did when the model was loaded"
             )
         self._embeddings.append(embeddings if layer.parts.rotates else None)
         if layer is not self._layers[-1]:
@@ -93,11 +97,11 @@ class DecoderStack:
             ctypes.addressof(self._workspace.c_struct),
             torch.get_num_threads(),
         ):
-            raise MemoryError("no memory for the attention kernel's tiles")
+            raise MemoryError("cannot allocate memory for the attention kernel's tiles")
         return out
 
     def _rotaries(self) -> list[CRotary]:
-        """The different embeddings of this forward, mostly one or two; layers are told theirs."""
+        """The distinct embeddings of this forward, mostly one or two; sets each layer's index."""
         different = {id(embeddings): embeddings for embeddings in self._embeddings}
         places = {key: place for place, key in enumerate(different)}
         for c_layer, embeddings in zip(self._c_layers, self._embeddings, strict=True):
@@ -105,20 +109,19 @@ class DecoderStack:
         return [c_rotary(embeddings) for embeddings in different.values()]
 
     def _place_in(self, pool: KvPool) -> None:
-        """Pages stay where they are for as long as their pool lives."""
+        """Points the layers at the pages of `pool`, which do not move while the pool lives."""
         self._c_layers = (_Stacked * len(self._layers))()
-        self._calls = []  # keep what C reads of them alive
+        self._calls = []  # keeps alive what C reads of them
         for place, layer in enumerate(self._layers):
-            group, pages = pool.layer_views(layer_index(layer.parts.attention))
-            assert layer.call is not None
-            call = c_call(with_window_of(pool, group, layer.call))
+            group, pages = pool.layer_views(layer.call.layer)
+            call = c_call(with_window_of(pool, layer.call))
             self._calls.append(call)
             self._c_layers[place] = _Stacked(layer.c_pointer, c_pages(pages), call, group)
         self._pool = weakref.ref(pool)
 
 
 def _wanted_rows(step: StepContext) -> Int32 | None:
-    """Those that become logits: of the last layer nothing else is read. None: not known."""
+    """The rows that become logits, all that is read of the last layer; None where not known."""
     if step.on_host is None:
         return None
     return np.ascontiguousarray(step.on_host.logits_indices[: step.on_host.num_logits], np.int32)

@@ -1,18 +1,18 @@
-"""`deterministic`: a row's bits depend on the row alone. How that is kept, and how it is proved.
+"""`deterministic`: a row's bits depend on the row alone. How that is ensured, and how it is proved.
 
-Three things of a step could break it. Experts group the rows of a whole batch: models with experts
-are refused. torch's matrix products share rows out to threads by fours, and give a row the same
-bits in any share of four or more, other bits in a smaller one (measured): where linear layers are
-not packed, rows come in multiples of four. And torch computes the end of a flat array, and of each
-thread's share of it, by scalar code, which for some activations has other bits than the vector code
-before it: RowBits hands these functions pieces that have no such end.
+Three things in a step could break it. Experts group the rows of a whole batch: models with experts
+are refused. torch's matrix products distribute rows to threads in fours, and give a row the same
+bits in any share of four or more, but other bits in a smaller one (measured): where linear layers
+are not packed, rows come in multiples of four. And torch computes the end of a flat array, and of
+each thread's share of it, with scalar code, which for some activations has other bits than the
+vector code before it: RowBits passes pieces without such an end to these functions.
 
-The rest is proved when a model is loaded, on what it computes itself: every shape of linear layer,
-and every kind of decoder layer from its input to its output, by few rows and among many. Whatever
-differs is a refusal with the module's name.
+The rest is proved when a model is loaded, on its own modules: every shape of linear layer, and
+every kind of decoder layer from its input to its output, with few rows and among many. Any
+difference is a refusal that names the module.
 
-Owns: all of this. Does not own: padding to multiples (padding.py), attention, whose C kernel keeps
-the promise by construction (kernels/paged.c).
+Owns: all of this. Does not own: padding to multiples (padding.py), attention, whose C kernel is
+deterministic by construction (kernels/paged.c).
 """
 
 from __future__ import annotations
@@ -28,50 +28,40 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from worker.attention.interface import AttentionCall, answering
+from worker.attention.interface import StandIn, answering
 from worker.cpu_layers.decoder_layer import FusedLayer
 from worker.cpu_layers.packed_linear import PackedLinear
 from worker.kv.geometry import UnsupportedModel
 
-_TRIED_ROWS: Final = (2, 3, 5, 9, 17)  # multiples of the deterministic row count
-_DIFFERENT_ROWS: Final = 4  # likewise; more rows repeat these
-_MEASURED_ROWS: Final = 13  # likewise, to see which dimension counts rows
+_TRIED_ROWS: Final = (2, 3, 5, 9, 17)  # in multiples of the deterministic row count
+_DIFFERENT_ROWS: Final = 4  # likewise; further rows repeat these
+_MEASURED_ROWS: Final = 13  # likewise, to find the dimension that counts rows
 _MOST_ROWS: Final = 1024
-_SHARE: Final = 32768  # numbers from which on torch shares elementwise work out to threads
-_PIECE: Final = 8192  # less than for any function (GELU: 16384)
-_VECTORS: Final = 64  # floats: a whole number of any CPU's vectors, unrolled
+_SHARE: Final = 32768  # numbers from which on torch distributes elementwise work to threads
+_PIECE: Final = 8192  # less than that for any function (GELU: 16384)
+_VECTORS: Final = 64  # floats: a multiple of any CPU's vector width, unrolled
 
-_aten = torch.ops.aten
-# Those with vector code for the bulk and scalar code for the end; the others of torch's have one.
-_FUNCTIONS: Final = frozenset(
-    {
-        _aten.silu.default,
-        _aten.gelu.default,
-        _aten.sigmoid.default,
-        _aten.softplus.default,
-        _aten.mish.default,
-        _aten.elu.default,
-        _aten.hardswish.default,
-        _aten.hardsigmoid.default,
-        _aten.tanh.default,
-        _aten.exp.default,
-    }
+# torch's functions with vector code for the bulk and scalar code for the end; the others have one.
+_NAMES: Final = (
+    "silu",
+    "gelu",
+    "sigmoid",
+    "mish",
+    "elu",
+    "hardswish",
+    "hardsigmoid",
+    "tanh",
+    "exp",
 )
+_FUNCTIONS: Final = {getattr(torch.ops.aten, name).default for name in (*_NAMES, "softplus")}
 _IN_PLACE: Final = {
-    _aten.silu_.default: _aten.silu.default,
-    _aten.gelu_.default: _aten.gelu.default,
-    _aten.sigmoid_.default: _aten.sigmoid.default,
-    _aten.mish_.default: _aten.mish.default,
-    _aten.elu_.default: _aten.elu.default,
-    _aten.hardswish_.default: _aten.hardswish.default,
-    _aten.hardsigmoid_.default: _aten.hardsigmoid.default,
-    _aten.tanh_.default: _aten.tanh.default,
-    _aten.exp_.default: _aten.exp.default,
+    getattr(torch.ops.aten, f"{name}_").default: getattr(torch.ops.aten, name).default
+    for name in _NAMES
 }
 
 
 class RowBits(TorchDispatchMode):
-    """While it is entered, activations give a number the same bits wherever it lies in a tensor."""
+    """Inside, activations give a number the same bits wherever it is in a tensor."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -85,7 +75,7 @@ class RowBits(TorchDispatchMode):
 
 
 def _in_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Each piece is whole vectors, and too short to be shared out over threads."""
+    """Each piece consists of whole vectors, and is too short to be distributed to threads."""
     x, *others = args
     flat = x.reshape(-1)
     padded = nn.functional.pad(flat, (0, -len(flat) % _VECTORS))
@@ -97,8 +87,8 @@ def _in_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torc
 
 
 def check_dense(config: PreTrainedConfig, model: nn.Module | None = None) -> None:
-    """Refuse experts: their kernels group rows of the whole batch. Looks at every number of experts
-    in the configuration, and at the modules of a model that is loaded. Raises UnsupportedModel."""
+    """Refuses experts, whose kernels group rows of the whole batch. Checks every number of experts
+    in the configuration, and the modules of a loaded model. Raises UnsupportedModel."""
     for name, count in _expert_counts(config.to_dict()):
         raise UnsupportedModel(
             f"{config.model_type}: deterministic needs a dense model; {name} is {count}, "
@@ -123,15 +113,15 @@ def _expert_counts(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 def _counts_experts(name: str) -> bool:
     """num_experts, n_routed_experts, moe_num_experts, ...; not num_experts_per_tok, which families
-    without experts have as well."""
+    without experts also have."""
     return name.endswith("experts") and ("num" in name or name.startswith("n_"))
 
 
 def prove_row_bits(
     model: PreTrainedModel, row_multiple: int, max_model_len: int, max_rows: int
 ) -> None:
-    """Both proofs, for steps whose rows come in multiples of `row_multiple`. Raises
-    UnsupportedModel with the first module whose bits depend on the batch."""
+    """Both proofs, for steps with rows in multiples of `row_multiple`. Raises UnsupportedModel that
+    names the first module whose bits depend on the batch."""
     check_row_bits(model, row_multiple)
     check_layer_bits(model, row_multiple, max_model_len, max_rows)
 
@@ -140,11 +130,11 @@ def prove_row_bits(
 
 
 def check_row_bits(model: PreTrainedModel, row_multiple: int) -> None:
-    """See that the model's matrix products give a row the same bits among any multiple of
+    """Checks that the model's matrix products give a row the same bits among any multiple of
     `row_multiple` rows, on this machine and with this number of threads.
 
-    Libraries choose kernels by CPU and by row count; deterministic mode rests on this choice not
-    showing. One layer of every shape is tried. Raises UnsupportedModel.
+    Libraries choose kernels by CPU and row count; deterministic mode requires that the choice makes
+    no difference. One layer of every shape is tried. Raises UnsupportedModel.
     """
     layers = {
         (type(module), *_shape(module)): (path, module)
@@ -174,7 +164,7 @@ def _shape(layer: nn.Module) -> tuple[int, int]:
 
 def _changes(model: PreTrainedModel, what: str, few: int, many: int) -> UnsupportedModel:
     return UnsupportedModel(
-        f"{model.config.model_type}: deterministic cannot be kept here: the bits of {what} change "
+        f"{model.config.model_type}: deterministic is impossible here: the bits of {what} change "
         f"when {few} rows are computed among {many}, with {torch.get_num_threads()} threads"
     )
 
@@ -182,28 +172,12 @@ def _changes(model: PreTrainedModel, what: str, few: int, many: int) -> Unsuppor
 # ---- whole layers ----
 
 
-class _RowsOnly:
-    """Answers attention calls with a mix of their arguments, row by row."""
-
-    def attend_layer(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
-    ) -> torch.Tensor:
-        grouped = query.shape[1] // value.shape[1]
-        both = (0.1 * key[..., : value.shape[-1]] + value).repeat_interleave(grouped, dim=1)
-        return (0.1 * query[..., : value.shape[-1]] + both).transpose(1, 2).contiguous()
-
-
 class _Enough(Exception):
-    """All that is to be compared of a forward has been computed."""
+    """Ends a forward once all that is compared has been computed."""
 
 
 class _Tried:
-    """Forwards of a model, observed in one decoder layer of every kind."""
+    """Forwards of a model, recorded in one decoder layer of every kind."""
 
     def __init__(self, model: PreTrainedModel, row_multiple: int, max_model_len: int) -> None:
         self.model, self.few = model, row_multiple
@@ -226,12 +200,12 @@ class _Tried:
         ]
 
     def widths(self) -> list[int]:
-        """How many numbers of one row modules give, smallest first."""
+        """The distinct numbers of values per row in the outputs of modules, smallest first."""
         sizes = {rows.numel() // self._different for rows in self._alone if rows is not None}
         return sorted(sizes - {0})
 
     def check(self, count: int, *, to_the_end: bool) -> None:
-        """`count` rows together. Raises UnsupportedModel where bits differ from those alone."""
+        """Runs `count` rows together. Raises UnsupportedModel if bits differ from rows alone."""
         rows = torch.arange(count) % self._different
         events = self._run(rows, to_the_end=to_the_end)
         for (what, found), alone, axis in zip(events, self._alone, self._axes, strict=False):
@@ -239,7 +213,7 @@ class _Tried:
                 raise _changes(self.model, what, self.few, count)
 
     def _measured(self) -> list[int | None]:
-        """Which dimension of each event counts rows; None where that is not plain."""
+        """The dimension of each event that counts rows; None where it is ambiguous."""
         count = _MEASURED_ROWS * self.few
         events = self._run(torch.arange(count) % self._different)
         return [
@@ -251,7 +225,7 @@ class _Tried:
         self, rows: torch.Tensor, *, to_the_end: bool = True
     ) -> list[tuple[str, torch.Tensor]]:
         events: list[tuple[str, torch.Tensor]] = []
-        with self._watching(events, to_the_end), torch.inference_mode(), answering(_RowsOnly()):
+        with self._watching(events, to_the_end), torch.inference_mode(), answering(StandIn()):
             try:
                 with RowBits():
                     logits = self.model(
@@ -272,7 +246,7 @@ class _Tried:
 
             def before(_module: nn.Module, args: Any, path: str = path) -> None:
                 if args and isinstance(args[0], torch.Tensor):
-                    events.append((f"what reaches {path}", args[0].clone()))
+                    events.append((f"the input of {path}", args[0].clone()))
 
             def after(module: nn.Module, _args: Any, output: Any, path: str = path) -> None:
                 output = output[0] if isinstance(output, tuple) and output else output
@@ -295,10 +269,10 @@ class _Tried:
 def check_layer_bits(
     model: PreTrainedModel, row_multiple: int, max_model_len: int, max_rows: int
 ) -> None:
-    """See that every kind of decoder layer, and the logits, give a row the same bits among any
+    """Checks that every kind of decoder layer, and the logits, give a row the same bits among any
     multiple of `row_multiple` rows up to about `max_rows`: activations, norms, rotary embeddings
-    and whatever else the model computes. Raises UnsupportedModel with the first module that
-    does not.
+    and everything else in the model. Raises UnsupportedModel that names the first module that does
+    not.
     """
     tried = _Tried(model, row_multiple, max_model_len)
     most = min(max_rows, _MOST_ROWS)
@@ -306,14 +280,14 @@ def check_layer_bits(
         if multiple * row_multiple <= max(most, row_multiple):
             tried.check(multiple * row_multiple, to_the_end=multiple <= _TRIED_ROWS[2])
     if all(isinstance(vars(layer).get("forward"), FusedLayer) for layer in tried.layers):
-        return  # what shares of threads could show is C, which gives a row to one thread as a whole
+        return  # all elementwise work is in C, which gives a whole row to one thread
     for count in _where_threads_join(tried.widths(), row_multiple, most):
         tried.check(count, to_the_end=False)
 
 
 def _where_threads_join(widths: list[int], row_multiple: int, most: int) -> list[int]:
-    """Row counts from those on at which a second thread gets a share of the work, and the last
-    one, for each width of what is computed."""
+    """The row counts just above those at which the second, and the last, thread get a share of the
+    work, for each width of a row."""
     counts = set()
     threads = torch.get_num_threads()
     for width, share in itertools.product(widths, {1, threads - 1} - {0}):
@@ -323,7 +297,7 @@ def _where_threads_join(widths: list[int], row_multiple: int, most: int) -> list
 
 
 def _one_of_each_kind(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """Path and module of the first decoder layer of each kind, in their order."""
+    """Path and module of the first decoder layer of each kind, in order."""
     lists = [
         (path, module)
         for path, module in model.named_modules()

@@ -1,18 +1,21 @@
-"""Replaces the forward of decoder layers by a fused one, where that is the same.
+"""Replaces the forward of decoder layers by a fused one, where both compute the same.
 
-Recognised are layers in float32 on the CPU whose parts are those of the llama line: packed linear
-layers, RMS norms before or behind attention and MLP (or both), norms of queries and keys, rotary
-embedding in halves, a gated MLP. Names and shapes only propose what a layer computes: each is then
-run beside the layer it stands for, and taken only where queries, keys, values and output agree.
-The tokens of this proof lie where a model may change its mind: at the first positions, around
-windows and lengths that the configuration names, at the last positions, and one by itself. A layer
-that is handed anything which the fused one does not take is left alone. So a scale or an order of
-operations that nobody thought of costs speed, not answers. All other layers stay as they are.
+Candidates are layers in float32 on the CPU with the parts of the llama line: packed linear layers,
+RMS norms before or after attention and MLP (or both), norms of queries and keys, rotary embedding
+in halves, a gated MLP. Names and shapes only suggest what a layer computes: each fused layer is
+then run beside the original, and used only if queries, keys, values and output agree. The tokens of
+this proof are at positions where a model may change its computation: the first ones, around windows
+and lengths that the configuration names, the last ones, and one alone. A layer that receives
+arguments which the fused one does not support is left alone. So an unforeseen scale or order of
+operations costs speed, not answers. All other layers stay as they are.
 
-The plain twin is the model's own forward: unfuse_model() brings it back.
+If all layers of a model are fused, and each receives the tensor that the one before it returned,
+they form a DecoderStack, which computes all of them in the last one.
 
-Owns: recognition, proof, what is said about it. Does not own: the fused layer (decoder_layer.py),
-all of them as one (decoder_stack.py), packing (packing.py).
+The plain twin is the model's own forward, by weight_format "unpacked".
+
+Owns: recognition, proof, the log of both. Does not own: the fused layer (decoder_layer.py), the
+stack (decoder_stack.py), packing (packing.py).
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from worker.attention.interface import AttentionCall, answering, layer_index
+from worker.attention.interface import AttentionCall, StandIn, answering
 from worker.cpu_layers.decoder_layer import (
     GELU_TANH,
     SILU,
@@ -40,14 +43,14 @@ from worker.cpu_layers.decoder_layer import (
 )
 from worker.cpu_layers.decoder_stack import DecoderStack
 from worker.cpu_layers.packed_linear import PackedLinear
-from worker.kv.geometry import Geometry
+from worker.kv.geometry import CacheGeometry
 
 _FIRST_POSITIONS: Final = 5
-# Names of numbers in a configuration from which on, or up to which, something may be different.
+# Names of numbers in a configuration that may be lengths at which a computation changes.
 _LENGTHS: Final = re.compile(r"position|window|length|_len$|chunk|floor")
 _MOST_LENGTHS: Final = 8
-# Of the largest value: sums in another order differ by less than this; where activations are
-# quantised, one of them may fall on the other side of half a step.
+# Relative to the largest value: sums in another order differ by less than this; where activations
+# are quantised, one of them may be rounded to the other side.
 _TOLERANCE: Final = 2e-4
 _TOLERANCE_INT8: Final = 2e-3
 _ACTIVATIONS: Final = {
@@ -82,15 +85,15 @@ _NORMS: Final = {
     },
 }
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class _Unlike(ValueError):
     """Why a layer cannot be fused."""
 
 
-def fuse_model(model: PreTrainedModel, geometry: Geometry, max_model_len: int) -> int:
-    """Fuse in place, and log what was done. Returns the number of fused layers.
+def fuse_model(model: PreTrainedModel, geometry: CacheGeometry, max_model_len: int) -> int:
+    """Fuses layers in place, and logs which. Returns the number of fused layers.
 
     The layers are proved for positions up to max_model_len - 1.
     """
@@ -98,7 +101,7 @@ def fuse_model(model: PreTrainedModel, geometry: Geometry, max_model_len: int) -
     if not isinstance(layers, nn.ModuleList):
         return 0
     if not any(isinstance(module, PackedLinear) for module in layers.modules()):
-        return 0  # what is not packed is meant to stay as it is
+        return 0  # an unpacked model is to stay as it is
     every = tried_positions(model.config.get_text_config().to_dict(), max_model_len)
     recorded = [_record(model, layers, positions) for positions in (every, every[-1:])]
     workspace = Workspace()
@@ -106,10 +109,10 @@ def fuse_model(model: PreTrainedModel, geometry: Geometry, max_model_len: int) -
     reasons: Counter[str] = Counter()
     for layer in layers:
         try:
-            one = FusedLayer(_parts(layer, geometry), workspace)
+            parts = _parts(layer, geometry)
+            one = FusedLayer(parts, _call_of(layer, recorded), workspace)
             for run in recorded:
                 _prove(one, layer, run)
-            _see_one_call(one, recorded)
         except _Unlike as reason:
             reasons[str(reason)] += 1
         else:
@@ -121,25 +124,22 @@ def fuse_model(model: PreTrainedModel, geometry: Geometry, max_model_len: int) -
     )
     if is_stack:
         DecoderStack(fused, workspace)
-    _logger.info(
-        "fused %d of %d layers (%s)%s", len(fused), len(layers), name, ", as one" * is_stack
+    logger.info(
+        "fused %d of %d layers (%s)%s",
+        len(fused),
+        len(layers),
+        name,
+        " into a single call" * is_stack,
     )
     for why, count in reasons.items():
-        _logger.info("%d layers (%s) stay as they are: %s", count, name, why)
+        logger.info("%d layers (%s) stay as they are: %s", count, name, why)
     return len(fused)
-
-
-def unfuse_model(model: nn.Module) -> None:
-    """Bring every layer's own forward back."""
-    for module in model.modules():
-        if isinstance(vars(module).get("forward"), FusedLayer):
-            del module.forward
 
 
 # ---- recognition ----
 
 
-def _parts(layer: nn.Module, geometry: Geometry) -> LayerParts:
+def _parts(layer: nn.Module, geometry: CacheGeometry) -> LayerParts:
     children = {
         name: child for name, child in layer.named_children() if not isinstance(child, nn.Dropout)
     }
@@ -156,17 +156,16 @@ def _parts(layer: nn.Module, geometry: Geometry) -> LayerParts:
     (down,) = _linears(in_mlp, ("down_proj",))
     activation = type(in_mlp.pop("act_fn", in_mlp.pop("activation_fn", None))).__name__
     if inside or in_mlp:
-        raise _Unlike(f"it has parts of its own: {', '.join((*inside, *in_mlp))}")
+        raise _Unlike(f"it has unknown parts: {', '.join((*inside, *in_mlp))}")
     if activation not in _ACTIVATIONS:
         raise _Unlike(f"its activation is {activation}")
     heads = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
     width = sum(linear.out_features for linear in qkv)
     if width != (heads[0] + 2 * heads[1]) * heads[2] or o.in_features != heads[0] * heads[2]:
-        raise _Unlike("its projections are wider or narrower than its heads")
+        raise _Unlike("the widths of its projections and heads differ")
     if sum(linear.out_features for linear in gate_up) != 2 * down.in_features:
-        raise _Unlike("its gate is not as wide as its MLP")
+        raise _Unlike("the widths of its gate and its MLP differ")
     parts = LayerParts(
-        attention=attention,
         num_heads=heads[0],
         num_kv_heads=heads[1],
         head_dim=heads[2],
@@ -185,14 +184,14 @@ def _parts(layer: nn.Module, geometry: Geometry) -> LayerParts:
     )
     for norm, count in ((parts.q, heads[0]), (parts.k, heads[1])):
         if norm is not None and len(norm.weight) not in (heads[2], count * heads[2]):
-            raise _Unlike("its norm of queries or keys fits neither one head nor all")
+            raise _Unlike("the width of its norm of queries or keys is neither one head nor all")
     return parts
 
 
 def _linears(
     children: dict[str, nn.Module], names: tuple[str, ...], in_one: str = ""
 ) -> tuple[PackedLinear, ...]:
-    """Taken out of `children`: those of `names`, or the one that holds all of them."""
+    """Removes from `children` the layers of `names`, or the one that combines them."""
     found = [children.pop(name, None) for name in ((in_one,) if in_one in children else names)]
     linears = tuple(linear for linear in found if isinstance(linear, PackedLinear))
     if len(linears) < len(found):
@@ -206,7 +205,7 @@ def _norm(module: nn.Module) -> Norm:
     if "RMSNorm" not in type(module).__name__ or weight is None or not isinstance(eps, float):
         raise _Unlike(f"a norm is a {type(module).__name__}")
     weight = weight.detach()
-    if type(module).__name__.startswith("Gemma"):  # its weights say by how much they differ from 1
+    if type(module).__name__.startswith("Gemma"):  # its weights are offsets from 1
         weight = weight + 1
     if weight.dtype != torch.float32 or not weight.is_contiguous():
         raise _Unlike(f"a norm's weight is {weight.dtype}")
@@ -216,8 +215,8 @@ def _norm(module: nn.Module) -> Norm:
 # ---- proof ----
 
 
-class _Recorder:
-    """Answers attention calls with a mix of their arguments, and keeps all of it."""
+class _Recorder(StandIn):
+    """Records the inputs, attention calls and outputs of layers."""
 
     def __init__(self) -> None:
         self.calls: dict[int, AttentionCall] = {}
@@ -225,26 +224,15 @@ class _Recorder:
         self.inputs: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.outputs: dict[int, Any] = {}  # of layers
 
-    def attend_layer(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
-    ) -> torch.Tensor:
-        index = layer_index(module)
-        self.calls[index] = call
-        self.asked[index] = tuple(tensor.clone() for tensor in (query, key, value))
-        grouped = query.shape[1] // value.shape[1]
-        mixed = 0.1 * query + value.repeat_interleave(grouped, dim=1)
-        return mixed.transpose(1, 2).contiguous()
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        self.calls[call.layer] = call
+        self.asked[call.layer] = tuple(tensor.clone() for tensor in (query, key, value))
+        return super().attend(query, key, value, call)
 
 
 def tried_positions(config: Mapping[str, Any], max_model_len: int) -> list[int]:
-    """Rising positions below max_model_len at which a layer may compute something else than at the
-    others: the first and last ones, the middle, and both sides of each length that `config`
-    names."""
+    """Ascending positions below max_model_len at which a layer's computation may change: the first
+    and last ones, the middle, and both sides of each length that `config` names."""
     lengths = sorted(set(_lengths(config)))[:_MOST_LENGTHS]
     wanted = {
         *range(_FIRST_POSITIONS),
@@ -265,8 +253,7 @@ def _lengths(config: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _record(model: PreTrainedModel, layers: nn.ModuleList, positions: list[int]) -> _Recorder:
-    """A forward of a token at each position, as a step runs it: what every layer gets, asks of its
-    attention, and gives."""
+    """Records a forward over one token at each position, as a step runs it."""
     seen = _Recorder()
     hooks = [hook for layer in layers for hook in _hooks(layer, seen)]
     vocabulary = model.config.get_text_config().vocab_size
@@ -298,16 +285,14 @@ def _hooks(layer: nn.Module, seen: _Recorder) -> Iterator[Any]:
 
 
 def _prove(fused: FusedLayer, layer: nn.Module, recorded: _Recorder) -> None:
-    """Run it on what the layer got, and compare. Raises _Unlike."""
-    index = layer_index(fused.parts.attention)
-    expected = recorded.outputs.get(id(layer))
-    if index not in recorded.calls or not isinstance(expected, torch.Tensor):
-        raise _Unlike("it gives more than hidden states")
-    fused.call = recorded.calls[index]
+    """Runs `fused` on the layer's recorded input and compares. Raises _Unlike."""
+    index, expected = fused.call.layer, recorded.outputs.get(id(layer))
+    if not isinstance(expected, torch.Tensor):
+        raise _Unlike("it returns more than hidden states")
     args, kwargs = recorded.inputs[id(layer)]
     unknown = unknown_arguments(kwargs)
     if unknown or len(args) > 1:
-        raise _Unlike(f"it is handed {', '.join(unknown) or 'more than hidden states'}")
+        raise _Unlike(f"it receives {', '.join(unknown) or 'more than hidden states'}")
     again = _Recorder()
     with torch.inference_mode(), answering(again):
         found = fused(*args, **kwargs)
@@ -317,25 +302,31 @@ def _prove(fused: FusedLayer, layer: nn.Module, recorded: _Recorder) -> None:
     for name, (wanted, got) in zip(("query", "key", "value", "output"), pairs, strict=True):
         limit = tolerance * wanted.abs().max()
         if wanted.shape != got.shape or not (wanted - got).abs().max() <= limit:
-            raise _Unlike(f"its {name} would be another one")
+            raise _Unlike(f"its {name} would differ")
 
 
-def _see_one_call(fused: FusedLayer, recorded: list[_Recorder]) -> None:
-    """What it asks of its attention must not depend on the tokens. Raises _Unlike."""
-    index = layer_index(fused.parts.attention)
-    first, *others = (run.calls[index] for run in recorded)
+def _call_of(layer: nn.Module, recorded: list[_Recorder]) -> AttentionCall:
+    """The layer's attention call, which must not depend on the tokens. Raises _Unlike."""
+    calls = [
+        call for run in recorded for call in run.calls.values() if call.module is layer.self_attn
+    ]
+    if len(calls) != len(recorded):
+        raise _Unlike("its self_attn does not call the attention interface")
+    first, *others = calls
     for other in others:
         if (
             replace(other, sinks=None) != replace(first, sinks=None)
             or other.sinks is not first.sinks
         ):
-            raise _Unlike("what it asks of its attention depends on the tokens")
+            raise _Unlike("its attention call depends on the tokens")
+    return first
 
 
 def _follow_each_other(layers: nn.ModuleList, recorded: _Recorder) -> bool:
-    """Whether each layer got what the one before it gave: the same object, not an equal one."""
-    gets = [recorded.inputs[id(layer)][0][:1] for layer in layers]
-    gives = [recorded.outputs[id(layer)] for layer in layers]
+    """Whether each layer received what the one before it returned: the same object."""
+    inputs = [recorded.inputs[id(layer)][0] for layer in layers]
+    outputs = [recorded.outputs[id(layer)] for layer in layers]
     return all(
-        len(got) == 1 and got[0] is given for got, given in zip(gets[1:], gives[:-1], strict=True)
+        len(args) == 1 and args[0] is output
+        for args, output in zip(inputs[1:], outputs[:-1], strict=True)
     )

@@ -1,20 +1,20 @@
 """A linear layer over weights that are packed once, for the CPU.
 
-Owns: joining weights, and handing tensors to C as pointers and strides. Does not own: how
-weights are stored (weight_storage.py), arithmetic (kernels/linear.c, linear_int8.c), or which
-layers of a model are replaced (packing.py).
+Owns: joining weights, passing tensors to C as pointers and strides. Does not own: how weights are
+stored (weight_storage.py), arithmetic (kernels/linear.c, linear_int8.c), which layers of a model
+are replaced (packing.py).
 
-The bits of a result's row depend on that row and the weights alone, whatever other rows are
+The bits of an output row depend on its input row and the weights alone, whatever other rows are
 computed with it and on however many threads. Formats, with float32 activations and results:
 
-    float32   sums from the bias on, in the order of the input features, so that rounding grows with
-              their number: 2 to 7 times the error of torch's blocked sums at 576 to 11,008 features
-              (about 1e-6 of the result), more beside a large bias; stored in the narrowest way that
-              gives every weight back
+    float32   sums start from the bias, in the order of the input features, so that rounding grows
+              with their number: 2 to 7 times the error of torch's blocked sums at 576 to 11,008
+              features (about 1e-6 of the result), more with a large bias; stored in the narrowest
+              way that preserves every weight
     float16   weights rounded to 11 bits; half the memory
     int8      integer arithmetic: blocks of 4 bits (GGUF's Q4_1) as they are, times activations of 8
-              bits, one scale for 32; other weights rounded to 8 bits, one step for 32, times
-              activations of 16 bits, one scale for a row
+              bits, one scale per 32; other weights rounded to 8 bits, one step per 32, times
+              activations of 16 bits, one scale per row
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _functions() -> tuple[Callable[..., None], Callable[..., int]]:
 class PackedLinear(nn.Module):
     """x[..., in_features] -> [..., out_features], float32 on the CPU; no gradients."""
 
-    weight: None  # what looks for one finds that there is none, instead of a wrong one
+    weight: None  # so that code that reads a weight fails, instead of using a wrong one
     packed: torch.Tensor
     bias: torch.Tensor
 
@@ -80,11 +80,11 @@ class PackedLinear(nn.Module):
         biases: Sequence[torch.Tensor | None],
         weight_format: str = "float32",
     ) -> None:
-        """Of one layer, or of several over the same input, whose outputs are to follow each other:
-        weights [out_features, in_features], and a bias [out_features] or None for each.
+        """One layer, or several over the same input, whose outputs are concatenated: weights
+        [out_features, in_features], and a bias [out_features] or None for each.
 
-        Raises KernelUnavailable without a compiler, ValueError for a weight that the format cannot
-        hold.
+        Raises KernelUnavailable without a compiler, ValueError for a weight outside the format's
+        range.
         """
         super().__init__()
         self._linear, self._scratch_bytes = _functions()
@@ -109,7 +109,7 @@ class PackedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != torch.float32 or x.shape[-1] != self.in_features:
             raise TypeError(
-                f"x is {x.dtype} {list(x.shape)}; a packed layer takes float32 "
+                f"x is {x.dtype} {list(x.shape)}; a packed layer needs float32 "
                 f"[..., {self.in_features}]"
             )
         rows = x if x.ndim == 2 else x.reshape(-1, self.in_features)
@@ -123,7 +123,7 @@ class PackedLinear(nn.Module):
         self, x: int, x_stride: int, rows: int, out: int, out_stride: int, accumulate: bool = False
     ) -> None:
         """From float32 rows at address `x` to rows at address `out`, strides in elements; adds to
-        what `out` holds if `accumulate`."""
+        `out` if `accumulate`."""
         scratch = None
         if self.weight_format == "int8":
             scratch = torch.empty(self.scratch_bytes(rows), dtype=torch.uint8)
@@ -140,7 +140,7 @@ class PackedLinear(nn.Module):
         )
 
     def scratch_bytes(self, rows: int) -> int:
-        """What C callers of this layer must bring along for so many rows."""
+        """Bytes of scratch memory that C callers must provide for `rows` rows."""
         return int(self._scratch_bytes(self.c_pointer, rows))
 
     def extra_repr(self) -> str:
@@ -149,7 +149,7 @@ class PackedLinear(nn.Module):
     def _joined_bias(
         self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
     ) -> torch.Tensor:
-        """[panels * PANEL], zeros where there is none."""
+        """[panels * PANEL], zeros where there is no bias."""
         joined = torch.zeros(_up(self.out_features, PANEL))
         begin = 0
         for weight, bias in zip(weights, biases, strict=True):
@@ -160,7 +160,7 @@ class PackedLinear(nn.Module):
 
 
 def _stored(weight: torch.Tensor, weight_format: str) -> tuple[str, torch.Tensor]:
-    """The storage of [out, in], and its bytes."""
+    """The name of the storage for weight [out, in], and the stored bytes."""
     if weight_format == "float32":
         return exactly(weight)
     if weight_format == "float16":

@@ -1,12 +1,12 @@
 """Replaces the linear layers of a loaded model by packed ones.
 
-Recognised are torch's nn.Linear and transformers' Conv1D, in float32 on the CPU; anything else
-(experts in 3-D parameters, quantised layers, subclasses with a forward of their own, layers that
-somebody hooked or whose weight the model reads itself) stays as it is. An lm_head that shares its
-weights with the embedding is packed like the others; the embedding keeps its table.
+Replaced are torch's nn.Linear and transformers' Conv1D, in float32 on the CPU; anything else
+(experts in 3-D parameters, quantised layers, subclasses with a forward of their own, layers with
+hooks or whose weight the model reads itself) stays as it is. An lm_head that shares its weights
+with the embedding is packed like the others; the embedding keeps its table.
 
-Owns: which layers are replaced, and what is said about it. Does not own: the packed layer
-(packed_linear.py), fusing layers.
+Owns: which layers are replaced, and the log of it. Does not own: the packed layer
+(packed_linear.py), fusing layers (fusing.py).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from transformers.pytorch_utils import Conv1D
 from worker.cpu_layers.packed_linear import WEIGHT_FORMATS, PackedLinear
 from worker.kernels.build import KernelUnavailable, kernel_library
 
-UNPACKED = "unpacked"  # the plain twin: the model's own layers, whatever they are
+UNPACKED = "unpacked"  # the plain twin: the model's own layers
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def pack_model(
@@ -34,11 +34,11 @@ def pack_model(
     progress: Callable[[float], None],
     kept: Collection[nn.Module] = (),
 ) -> None:
-    """Replace in place all but `kept`, telling `progress` the share that is done.
+    """Replaces all layers but `kept` in place; calls `progress` with the share done.
 
-    `weight_format` is float32 ("" too), float16, int8, or unpacked, which replaces nothing. A model
+    `weight_format` is float32 (or ""), float16, int8, or unpacked, which replaces nothing. A model
     that is not in float32 on the CPU stays as it is. Without a compiler float32 stays unpacked,
-    with a warning. Raises ValueError for a format that does not exist or cannot be had.
+    with a warning. Raises ValueError for a format that does not exist or is not possible here.
     """
     weight_format = weight_format or "float32"
     if weight_format not in (*WEIGHT_FORMATS, UNPACKED):
@@ -53,20 +53,20 @@ def pack_model(
         if weight_format != "float32":
             raise ValueError(f"weight_format is {weight_format!r}, but {obstacle}")
         if (model.device.type, model.dtype) == ("cpu", torch.float32):
-            _logger.warning("linear layers stay unpacked, which is slower: %s", obstacle)
+            logger.warning("linear layers stay unpacked, which is slower: %s", obstacle)
         return
     _replace(model, weight_format, progress, kept)
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Whether every linear layer is a packed one."""
+    """Whether every linear layer is packed."""
     return not any(isinstance(module, nn.Linear | Conv1D) for module in model.modules())
 
 
 def _obstacle(model: PreTrainedModel) -> str | None:
-    """Why this model's layers cannot be packed, if they cannot."""
+    """Why this model's layers cannot be packed; None if they can."""
     if model.device.type != "cpu" or model.dtype != torch.float32:
-        return f"packed weights serve float32 on the CPU, not {model.dtype} on {model.device}"
+        return f"packed weights need float32 on the CPU, not {model.dtype} on {model.device}"
     try:
         kernel_library()
     except KernelUnavailable as error:
@@ -87,7 +87,7 @@ def _replace(
         if _is_plain(module) and module not in kept
     ]
     done, total = 0, sum(module.weight.numel() for _, module in found)
-    packed: dict[int, PackedLinear] = {}  # by id: one module may have several places
+    packed: dict[int, PackedLinear] = {}  # by id: a module may be in several places
     while found:
         path, module = found.pop(0)
         weight = module.weight.T if isinstance(module, Conv1D) else module.weight
@@ -100,11 +100,11 @@ def _replace(
                 ) from error
         model.set_submodule(path, packed[id(module)])
         done += weight.numel()
-        del module, weight  # gives the original back, unless an embedding shares it
+        del module, weight  # frees the original, unless an embedding shares it
         progress(done / total)
     storages = Counter(layer.storage for layer in packed.values())
     left = sum(isinstance(module, nn.Linear | Conv1D) for module in model.modules())
-    _logger.info(
+    logger.info(
         "packed %d linear layers as %s (%s): weights %.0f MiB before, %.0f MiB now%s",
         len(packed),
         weight_format,

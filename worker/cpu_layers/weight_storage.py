@@ -1,13 +1,13 @@
 """How the weights of a packed layer are stored: panel by panel, in the order in which C reads them.
 
-Owns: the layouts of kernels/linear.h, finding the narrowest one that gives every weight of a layer
-back exactly, and rounding to float16 and int8. Does not own: what a layer does with its weights
+Owns: the layouts of kernels/linear.h, finding the narrowest one that preserves every weight of a
+layer exactly, rounding to float16 and int8. Does not own: what a layer does with its weights
 (packed_linear.py).
 
-A layer whose checkpoint was narrower than float32 holds no more than that afterwards: bfloat16
-checkpoints have 16 bits that are zero, those out of GGUF files are a step and an offset for 32
-weights and four or eight bits for each. Stored as what they are, they come out of the kernel with
-the bits of the float32 weight, and a half to a sixth of the memory is read for every token.
+Weights from a checkpoint narrower than float32 contain no more information than that: those from
+bfloat16 have 16 zero bits, those from GGUF files consist of a step and an offset for 32 weights and
+four or eight bits for each. Stored that way, the kernel restores the exact float32 weights, and
+reads only a half to a sixth of the memory for every token.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
-PANEL: Final = 16  # output features that lie together; PANEL of linear.h
+PANEL: Final = 16  # output features stored together; PANEL of linear.h
 BLOCK: Final = 32  # input features that share a step and an offset; BLOCK of linear.h
-# Output features encoded at once, a multiple of PANEL: few, so that a storage that does not fit is
-# given up early, and not so few that calls cost more than what they compute.
+# Output features encoded at once, a multiple of PANEL: few, so that an unfit storage is abandoned
+# early, but enough that call overhead does not matter.
 _AT_ONCE: Final = 512
 _LARGEST_INT8: Final = 127 * torch.finfo(torch.half).max
 
@@ -53,8 +53,8 @@ def as_float16(weight: torch.Tensor) -> torch.Tensor:
 
 
 def as_int8(weight: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """Blocks for float32 [out, in], 4 bits where they are exact, else rounded to 8: the storage
-    and its bytes, uint8."""
+    """Blocks for float32 [out, in], of 4 bits if that is exact, else rounded to 8: the storage and
+    its bytes, uint8."""
     largest = weight.abs().max()
     if not largest <= _LARGEST_INT8:
         raise ValueError(f"a weight is {largest:g}; int8 reaches {_LARGEST_INT8:g}")
@@ -67,8 +67,8 @@ def as_int8(weight: torch.Tensor) -> tuple[str, torch.Tensor]:
 
 
 def _encoded(weight: torch.Tensor, encode: Encode) -> torch.Tensor | None:
-    """[panels][...]; None if a weight does not fit the storage. In parts, so that a large lm_head
-    needs no second copy while it is packed."""
+    """[panels][...]; None if the storage cannot represent a weight. In parts, so that a large
+    lm_head needs no second copy while it is packed."""
     parts = []
     for first in range(0, len(weight), _AT_ONCE):
         part = weight[first : first + _AT_ONCE]
@@ -98,7 +98,7 @@ def _as_float16(part: torch.Tensor) -> torch.Tensor | None:
 
 
 def _as_blocks4(part: torch.Tensor) -> torch.Tensor | None:
-    """Blocks of GGUF's Q4_1: the least weight has code 0, the largest 15."""
+    """Blocks of GGUF's Q4_1: the smallest weight has code 0, the largest 15."""
     if part.shape[2] % BLOCK:
         return None
     blocks = part.unflatten(2, (-1, BLOCK))
@@ -121,15 +121,15 @@ def _as_blocks8(part: torch.Tensor) -> torch.Tensor | None:
 
 
 def _rounded_to_blocks8(part: torch.Tensor) -> torch.Tensor:
-    """The same of any weights; what is missing of the last block is zeros."""
+    """Rounds any weights; the last block is filled up with zeros."""
     return _blocks8(*_rounded(F.pad(part, (0, -part.shape[2] % BLOCK)).unflatten(2, (-1, BLOCK))))
 
 
 def _rounded(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The step, float16, and the codes with which every weight is at most half a step away."""
+    """The step, float16, and the codes; every weight is at most half a step from its code."""
     largest = blocks.abs().amax(dim=3)
     step = (largest / 127).half()
-    # below its normal range float16 is so coarse that rounding down would cut the largest off
+    # below its normal range float16 is so coarse that rounding down would clip the largest weight
     too_small = step.float() * 127.5 < largest
     step = torch.where(too_small, (step.view(torch.int16) + 1).view(torch.half), step)
     return step, _codes(blocks, step, None, -127, 127)
@@ -140,13 +140,14 @@ def _blocks8(step: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     return torch.cat([_bytes(step), by_half.view(torch.uint8)], dim=2)
 
 
-# All of blocks: float32 [panels, PANEL, blocks, BLOCK]; step and offset float16, without the last.
+# Below, blocks are float32 [panels, PANEL, blocks, BLOCK]; step and offset are float16 [panels,
+# PANEL, blocks].
 
 
 def _codes(
     blocks: torch.Tensor, step: torch.Tensor, offset: torch.Tensor | None, least: int, most: int
 ) -> torch.Tensor:
-    """The nearest ones."""
+    """The nearest code of each weight."""
     above = blocks if offset is None else blocks - offset.float()[..., None]
     return (above / step.float()[..., None]).round_().nan_to_num_(0.0).clamp_(least, most)
 
@@ -154,14 +155,15 @@ def _codes(
 def _is_exact(
     blocks: torch.Tensor, step: torch.Tensor, offset: torch.Tensor | None, codes: torch.Tensor
 ) -> bool:
-    """A step times a code is exact in float32, so this rounds once, as the kernel does."""
+    """Whether the codes restore the weights. A step times a code is exact in float32, so this
+    rounds once, as the kernel does."""
     found = codes * step.float()[..., None]
     return torch.equal(found if offset is None else found + offset.float()[..., None], blocks)
 
 
 def _quads(codes: torch.Tensor) -> torch.Tensor:
     """Bytes -> [panels, blocks, 2, BLOCK / 4, PANEL / 2, 4]: both halves of a panel; four input
-    features lie together, as integer products take them."""
+    features are adjacent, as integer products need them."""
     return codes.unflatten(3, (4, -1)).unflatten(1, (2, -1)).permute(0, 3, 1, 5, 2, 4)
 
 

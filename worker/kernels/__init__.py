@@ -1,1 +1,1 @@
-"""The CPU kernels in C, and their build."""
+"""The CPU kernels in C, and building them."""

@@ -1,13 +1,12 @@
-"""Building the C kernels: with `cc`, on first use, into a cache folder. Standard library only.
+"""Builds the C kernels: with `cc`, on first use, into a cache folder. Standard library only.
 
-All .c files of this folder become one library. It lies under a name made of the hash of source,
-flags and CPU, so it is built once per machine. Several processes may start at once: each builds
-into a folder of its own and renames the result, so that nobody loads half a library. A cache that
-cannot be written, or a user without a home for it, is no obstacle: then the build is used from a
-temporary folder. Nor is a compiler that lacks OpenMP or the flag for this CPU: it is used without,
-and the library is named after what it was built with, and after its size: loading one that a full
-disk or a power cut has shortened would kill the process. Within a process it is built and loaded
-once; `build_ahead` does so beside what else a start takes time for.
+All .c files of this folder become one library. Its name contains the hash of source, flags and CPU,
+so it is built once per machine, and its size, because loading a library that a full disk or a power
+cut has truncated would kill the process. Several processes may start at once: each builds into a
+folder of its own and renames the result, so that nobody loads half a library. If the cache is not
+writable, or the user has no home for it, the library is built into a temporary folder. A compiler
+without OpenMP or the flag for this CPU is used without them. Within a process the library is built
+and loaded once; `build_ahead` builds it while the process starts.
 """
 
 from __future__ import annotations
@@ -44,24 +43,24 @@ _FLAGS: Final = (
     "-fPIC",
 )
 _PARALLEL: Final = "-fopenmp"
-# In the place of the first, what other compilers call it, or nothing: then for any CPU of its kind.
+# The first one's name with other compilers; None: code for any CPU of the architecture.
 _NATIVE: Final = ("-march=native", "-mcpu=native", None)
 _BUILD_SECONDS: Final = 120
 
 Made = TypeVar("Made")
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class KernelUnavailable(RuntimeError):
-    """The C kernel cannot be built or loaded here; the message says why."""
+    """The C kernels cannot be built or loaded here; the message says why."""
 
 
 class _CompilerFailed(Exception):
-    """What it said."""
+    """With the compiler's output."""
 
 
-_lock = threading.Lock()  # whoever comes while another one builds waits for that
+_lock = threading.Lock()  # held while building, for which other threads wait
 _loaded: dict[Path | None, ctypes.CDLL] = {}
 
 
@@ -75,10 +74,11 @@ def kernel_library(cache_folder: Path | None = None) -> ctypes.CDLL:
 
 
 def build_ahead() -> None:
-    """Begin to build in a thread, if the cache has no library. Errors are left to who asks for it.
+    """Starts building in a thread, if the cache has no library. Errors are ignored here, and raised
+    by `kernel_library`.
 
-    It is not loaded yet: the first to load OpenMP decides which one a process has, and that is to
-    be torch.
+    The library is not loaded yet: the first library that loads OpenMP determines which one the
+    process uses, and that must be torch.
     """
     threading.Thread(target=_build_ahead, name="kernels", daemon=True).start()
 
@@ -91,19 +91,19 @@ def _build_ahead() -> None:
 
 
 def _load(folder: Path | None) -> ctypes.CDLL:
-    """None: there is no folder to keep it in."""
+    """`folder` None: there is no cache."""
     if folder is None:
         return _private_library()
     try:
         return ctypes.CDLL(str(_built(folder)))
-    except OSError:  # the folder cannot be written, or what it holds cannot be loaded
+    except OSError:  # the folder is not writable, or its library cannot be loaded
         return _private_library()
 
 
 def _built(folder: Path) -> Path:
-    """The library in the cache, built if it is not there."""
+    """The library in the cache, built if it is missing."""
 
-    def keep(flags: tuple[str, ...]) -> Path:
+    def cached(flags: tuple[str, ...]) -> Path:
         name = f"kernels-{_fingerprint(flags)}"
         for path in folder.glob(f"{name}-*.so"):
             if path.name == f"{name}-{path.stat().st_size}.so":
@@ -113,11 +113,11 @@ def _built(folder: Path) -> Path:
             built = _build(Path(private), flags)
             return built.rename(folder / f"{name}-{built.stat().st_size}.so")
 
-    return _first_that_compiles(keep)
+    return _first_that_compiles(cached)
 
 
 def _private_library() -> ctypes.CDLL:
-    """Built for this process alone; it stays mapped after its file is gone."""
+    """Built for this process alone; it stays mapped after its file is deleted."""
 
     def load(flags: tuple[str, ...]) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory() as private:
@@ -130,7 +130,7 @@ def _private_library() -> ctypes.CDLL:
 
 
 def _first_that_compiles(make: Callable[[tuple[str, ...]], Made]) -> Made:
-    """`make` with the best flags that the compiler takes."""
+    """Calls `make` with the best flags that the compiler accepts."""
     errors = []
     for flags in _variants():
         try:
@@ -139,8 +139,8 @@ def _first_that_compiles(make: Callable[[tuple[str, ...]], Made]) -> Made:
             errors.append(str(error))
             continue
         if _PARALLEL not in flags:
-            _logger.warning(
-                "the C kernels run on one thread: %r builds nothing with OpenMP (%s)",
+            logger.warning(
+                "the C kernels run on one thread: %r cannot build with OpenMP (%s)",
                 shlex.join(_compiler()),
                 errors[0][-200:],
             )
@@ -149,7 +149,7 @@ def _first_that_compiles(make: Callable[[tuple[str, ...]], Made]) -> Made:
 
 
 def _variants() -> Iterator[tuple[str, ...]]:
-    """Flags, the best first. Threads are worth more than instructions."""
+    """Sets of flags, the best first. Threads matter more than instruction sets."""
     for parallel in ((_PARALLEL,), ()):
         for native in _NATIVE if _NATIVE[0] in _FLAGS else (None,):
             flags = (native if flag == _NATIVE[0] else flag for flag in _FLAGS)
@@ -157,7 +157,7 @@ def _variants() -> Iterator[tuple[str, ...]]:
 
 
 def _compiler() -> list[str]:
-    """$CC may be several words: a wrapper before the compiler, flags behind it."""
+    """$CC may be several words: a wrapper before the compiler, flags after it."""
     text = os.environ.get("CC", "").strip() or "cc"
     try:
         return shlex.split(text)
@@ -166,8 +166,8 @@ def _compiler() -> list[str]:
 
 
 def _build(folder: Path, flags: tuple[str, ...]) -> Path:
-    """Compile the sources into `folder`. Raises _CompilerFailed, or KernelUnavailable where another
-    try would be in vain."""
+    """Compiles the sources into `folder`. Raises _CompilerFailed, or KernelUnavailable if other
+    flags would not help."""
     compiler = _compiler()
     if shutil.which(compiler[0]) is None:
         raise KernelUnavailable(f"there is no C compiler {compiler[0]!r} on PATH")
@@ -194,7 +194,7 @@ def _run(command: list[str]) -> None:
 
 
 def _fingerprint(flags: tuple[str, ...]) -> str:
-    """Names a build: source, flags, compiler's name, and CPU, since -march=native depends on it."""
+    """Identifies a build: source, flags, compiler, and CPU, since -march=native depends on it."""
     parts = [
         *(source.read_bytes() for source in (*_SOURCES, *_HEADERS)),
         " ".join([*_compiler(), *flags]).encode(),
@@ -205,7 +205,7 @@ def _fingerprint(flags: tuple[str, ...]) -> str:
 
 
 def _cpu_features() -> bytes:
-    """The instruction sets of the first CPU, where the system tells."""
+    """The instruction sets of the first CPU, as far as the system reports them."""
     try:
         text = Path("/proc/cpuinfo").read_bytes()
     except OSError:
@@ -219,7 +219,7 @@ def _cpu_features() -> bytes:
 
 
 def _default_cache_folder() -> Path | None:
-    """Beside the converted models (worker/model/embedded.py); None for a user without a home."""
+    """Next to the converted models (worker/model/embedded.py); None for a user without a home."""
     own = os.environ.get("CHAIRLIFT_CACHE_DIR")
     shared = os.environ.get("XDG_CACHE_HOME")
     try:

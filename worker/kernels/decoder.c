@@ -1,9 +1,9 @@
 /* A decoder layer around its attention: norms, projections, rotary embedding, MLP, residuals.
  *
- * What comes before makes queries, keys and values of the layer's input; what comes after makes its
- * output of the input and of what attention gave. float32 throughout, on the CPU; linear layers are
- * packed ones (linear.h), shared out to threads by output features; everything else is by rows. A
- * row's bits depend on that row alone: every sum has one fixed order.
+ * before_attention computes queries, keys and values from the layer's input; after_attention its
+ * output from the input and the result of attention. float32 throughout, on the CPU. Threads divide
+ * the packed linear layers (linear.h) by output features, and everything else by rows. A row's bits
+ * depend on that row alone: every sum has one fixed order.
  */
 #include "decoder.h"
 #include "vectors.h"
@@ -26,7 +26,7 @@ static void normalise(const struct norm *norm, const float *x, float *out, int64
   for (i = 0; i < width; i++) out[i] = norm->weight[i] * (x[i] * scale);
 }
 
-/* all of a token's heads, [heads][head_dim] */
+/* All heads of a token, [heads][head_dim]. */
 static void normalise_heads(const struct norm *norm, float *heads, int64_t width) {
   if (!norm->weight) return;
   for (int64_t i = 0; i < width; i += norm->width)
@@ -75,7 +75,7 @@ static void activate(int64_t activation, float *gate, const float *up, int64_t w
 
 /* ---- a layer ---------------------------------------------------------------------------- */
 
-/* linear layers over the same rows; NULL entries are left out */
+/* Linear layers over the same rows; the first NULL ends the list. */
 struct projection {
   const struct linear *layers[3];
   const float *x;
@@ -83,22 +83,22 @@ struct projection {
   void *scratch;
 };
 
-/* The thread's own rows of x are there, and no barrier was behind them; one is when this returns. */
+/* Called when the thread's own rows of x are written, without a barrier; ends with one. */
 static void prepare(struct team team, const struct projection *p) {
   linear_prepare(p->layers[0], p->x, p->x_stride, p->rows, p->scratch, team);
-  together(team);
+  team_barrier(team);
 }
 
-/* Behind prepare; results follow each other in `out`. */
+/* After prepare. The layers' results are adjacent in a row of `out`. */
 static void project(struct team team, const struct projection *p, float *out, int64_t out_stride,
                     int accumulate) {
   int count;
   for (int i = 0; i < 3 && p->layers[i]; i += count) {
     const struct linear *const *layers = p->layers + i;
-    if (i) { /* that needs another preparation */
-      together(team);
+    if (i) { /* this layer needs another preparation */
+      team_barrier(team);
       linear_prepare(*layers, p->x, p->x_stride, p->rows, p->scratch, team);
-      together(team);
+      team_barrier(team);
     }
     for (count = 1; i + count < 3 && layers[count]; count++)
       if (preparation_of(layers[count]) != preparation_of(*layers)) break;
@@ -123,12 +123,12 @@ void before_attention(struct team team, const struct layer *layer, const float *
       {layer->q_proj, layer->k_proj, layer->v_proj}, x, hidden, rows, work->scratch};
   prepare(team, &qkv);
   project(team, &qkv, work->qkv, width, 0);
-  together(team);
+  team_barrier(team);
   for (int64_t r = first; r < end; r++) {
     float *q = work->qkv + r * width, *k = q + q_width;
     normalise_heads(&layer->q, q, q_width);
     normalise_heads(&layer->k, k, kv_width);
-    /* queries and keys lie side by side */
+    /* queries and keys are adjacent */
     rotate_heads(rotary->cos + r * rotary->dim, rotary->sin + r * rotary->dim, rotary->dim, q,
                  layer->num_heads + layer->num_kv_heads, head_dim);
   }
@@ -143,7 +143,7 @@ void after_attention(struct team team, const struct layer *layer, const float *x
   const struct projection o = {{layer->o_proj}, attended, q_width, rows, work->scratch};
   if (preparation_of(layer->o_proj) != AS_IT_IS) prepare(team, &o);
   project(team, &o, work->summand, hidden, 0);
-  together(team);
+  team_barrier(team);
   for (int64_t r = first * hidden; r < end * hidden; r += hidden) {
     float *summand = work->summand + r;
     if (layer->after_attention.weight)
@@ -157,7 +157,7 @@ void after_attention(struct team team, const struct layer *layer, const float *x
       {layer->gate, layer->up}, mlp_input, hidden, rows, work->scratch};
   prepare(team, &gate_up);
   project(team, &gate_up, work->gate_up, 2 * inner, 0);
-  together(team);
+  team_barrier(team);
   for (int64_t r = first; r < end; r++) {
     float *gate = work->gate_up + r * 2 * inner;
     activate(layer->activation, gate, gate + inner, inner);
@@ -169,7 +169,7 @@ void after_attention(struct team team, const struct layer *layer, const float *x
     return;
   }
   project(team, &down, work->summand, hidden, 0);
-  together(team);
+  team_barrier(team);
   for (int64_t r = first * hidden; r < end * hidden; r += hidden) {
     float *summand = work->summand + r;
     normalise(&layer->after_mlp, summand, summand, hidden);
@@ -177,18 +177,18 @@ void after_attention(struct team team, const struct layer *layer, const float *x
   }
 }
 
-/* before_attention in a parallel region of its own */
+/* before_attention in a parallel region of its own. */
 void layer_begin(const struct layer *layer, const float *x, int64_t rows,
                  const struct rotary *rotary, const struct workspace *work, int num_threads) {
-  struct meeting meeting = {0};
+  struct barrier barrier = {0};
 #pragma omp parallel num_threads(num_threads)
-  before_attention(team_in(&meeting), layer, x, rows, rotary, work);
+  before_attention(team_in(&barrier), layer, x, rows, rotary, work);
 }
 
-/* after_attention likewise */
+/* after_attention likewise. */
 void layer_end(const struct layer *layer, const float *x, const float *attended, int64_t rows,
                float *out, const struct workspace *work, int num_threads) {
-  struct meeting meeting = {0};
+  struct barrier barrier = {0};
 #pragma omp parallel num_threads(num_threads)
-  after_attention(team_in(&meeting), layer, x, attended, rows, out, work);
+  after_attention(team_in(&barrier), layer, x, attended, rows, out, work);
 }

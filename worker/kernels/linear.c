@@ -1,14 +1,14 @@
-/* Linear layers over weights packed once, in float32 arithmetic, whatever the weights are stored as.
+/* Linear layers over packed weights, in float32 arithmetic, whatever the storage of the weights.
  *
- * Threads share out panels (PANEL output features; panels.h). Each copies the rows into the order in
- * which they are read, as many of them as a second-level cache holds, and goes through its panels.
- * Of a panel a slice of its input features at a time is widened to float32, if it is stored as less,
- * and stays in the first-level cache for all rows: tiles of up to TILE_ROWS rows are multiplied with
- * it, their sums in registers, while the next slice is fetched.
+ * Threads divide the panels (PANEL output features; panels.h). Each thread copies the rows into the
+ * order in which they are read, as many as fit into a second-level cache, and goes through its
+ * panels. A slice of a panel's input features at a time is widened to float32, if it is stored
+ * narrower, and stays in the first-level cache for all rows: tiles of up to TILE_ROWS rows are
+ * multiplied with it, their sums in registers, while the next slice is prefetched.
  *
- * A result is one chain of fused multiply-adds, from the bias on, over the input features in their
- * order; a cut stores the chain's float32 value and takes it up again. So its bits depend on its row
- * and its weights alone: not on the other rows, the tile's shape, or the number of threads.
+ * A result is one chain of fused multiply-adds, starting from the bias, over the input features in
+ * order; between slices the chain's float32 value is stored and loaded again. So its bits depend on
+ * its row and its weights alone: not on the other rows, the tile's shape, or the number of threads.
  */
 #include "linear.h"
 
@@ -18,12 +18,12 @@
 
 #define TILE_ROWS 6
 #define SLICE 192             /* input features; x PANEL floats are a third of a first-level cache */
-#define LONGEST 1024          /* input features that are gone through at once */
-#define ROW_FLOATS (64 << 10) /* of rows that are gone through at once */
+#define LONGEST 1024          /* input features processed at once */
+#define ROW_FLOATS (64 << 10) /* of rows processed at once */
 #define MOST_ROWS 128
 
 /* sums[rows][PANEL] += x[features][rows] * weight[features][PANEL], one feature after the other.
- * `rows` is a constant where it is called. Fetches a line of `ahead` for every four features. */
+ * `rows` is a constant at each call. Prefetches a line of `ahead` for every four features. */
 INLINE void multiply(int rows, const float *x, const vec *weight, int features, float *to,
                      const char *ahead) {
   vec sums[TILE_ROWS][2];
@@ -34,7 +34,7 @@ INLINE void multiply(int rows, const float *x, const vec *weight, int features, 
 #pragma GCC unroll 4
     for (int j = k; j < k + 4; j++) {
       vec w[2] = {weight[2 * j], weight[2 * j + 1]};
-      IN_REGISTER(w[0]); /* else they are read from memory again for every row */
+      IN_REGISTER(w[0]); /* else they are loaded again for every row */
       IN_REGISTER(w[1]);
       EACH(r, rows) {
         const vec value = splat(x[j * rows + r]);
@@ -53,7 +53,7 @@ INLINE void multiply(int rows, const float *x, const vec *weight, int features, 
   EACH(r, rows) EACH(c, 2) store(to + r * PANEL + c * LANES, sums[r][c]);
 }
 
-APART void multiply_tile(int rows, const float *x, const float *weight, int features, float *to,
+NOINLINE void multiply_tile(int rows, const float *x, const float *weight, int features, float *to,
                          const char *ahead) {
   const vec *w = (const vec *)weight;
   switch (rows) {
@@ -68,12 +68,12 @@ APART void multiply_tile(int rows, const float *x, const float *weight, int feat
 
 /* ---- a thread's share ------------------------------------------------------------------- */
 
-/* at most `most`, all about as long, a multiple of BLOCK */
+/* The length of about equal parts of at most `most` features, a multiple of BLOCK. */
 static int64_t cut(int64_t features, int64_t most) {
   return divided(divided(features, divided(features, most)), BLOCK) * BLOCK;
 }
 
-/* some rows, cut into `tiles` of about the same height */
+/* Some rows, divided into `tiles` of about the same height. */
 struct rows {
   int64_t count, tiles;
 };
@@ -102,7 +102,7 @@ static void pack_rows(const float *x, int64_t x_stride, struct rows rows, int64_
   }
 }
 
-/* sums[rows][PANEL] += packed rows * a panel's `features` from `stored` on; `next` is what follows */
+/* sums[rows][PANEL] += packed rows * a panel's `features` from `stored` on; `next` is read next. */
 static void multiply_panel(int64_t format, const char *stored, const char *next, struct rows rows,
                            const float *packed, int64_t features, float *sums) {
   float widened[SLICE * PANEL] __attribute__((aligned(64)));
@@ -116,12 +116,12 @@ static void multiply_panel(int64_t format, const char *stored, const char *next,
       multiply_tile((int)count, packed + row * features + k * count, weight, (int)width,
                     sums + row * PANEL, ahead);
       if (ahead != (const char *)weight) ahead += width * 16;
-      if (tile + 1 >= size / 16) ahead = (const char *)weight; /* the next slice has been fetched */
+      if (tile + 1 >= size / 16) ahead = (const char *)weight; /* the next slice is fetched */
     }
   }
 }
 
-/* sums[rows][PANEL] = what `out` holds if `is_added`, plus `bias` unless NULL */
+/* sums[rows][PANEL] = `out` if `is_added`, else 0, plus `bias` unless NULL */
 static void begin_sums(float *sums, int64_t rows, const float *out, int64_t out_stride,
                        int columns, int is_added, const float *bias) {
   const vec none = splat(0.0f);
@@ -142,14 +142,14 @@ static void end_sums(const float *sums, int64_t rows, float *out, int64_t out_st
     else memcpy(out, sums, sizeof(float) * (size_t)columns);
 }
 
-/* some rows, in their order, and a piece of their features */
+/* Some consecutive rows, and a range of their features. */
 struct block {
   struct rows rows;
   const float *packed;
   int64_t begin, width;
 };
 
-/* one panel; `out` is where the block's results go */
+/* One panel; the block's results go to `out`. */
 static void compute_panel(struct panel panel, const struct block *block, float *out,
                           int64_t out_stride, int accumulate) {
   const struct linear *layer = panel.layer;
@@ -177,12 +177,12 @@ void linear_share(const struct linear *const *layers, int count, const float *x,
   const int64_t blocks = divided(rows, fitting), panels = count_panels(layers, count);
   float packed[ROW_FLOATS] __attribute__((aligned(64)));
   for (int64_t begin = 0; begin < features; begin += longest) {
-    if (begin) together(team); /* the next piece of a panel's features may be another thread's */
+    if (begin) team_barrier(team); /* another thread may have a panel's next range of features */
     const int64_t width = begin + longest < features ? longest : features - begin;
     struct block block = {{0, 0}, packed, begin, width};
     struct pieces pieces = share_panels(team, blocks * panels, rows);
     int64_t piece, first = 0, of_block = -1;
-    while ((piece = take(team, &pieces)) >= 0) {
+    while ((piece = next_piece(team, &pieces)) >= 0) {
       if (piece / panels != of_block) {
         of_block = piece / panels;
         first = rows * of_block / blocks;
@@ -212,12 +212,12 @@ void linear_prepare(const struct linear *layer, const float *x, int64_t x_stride
 
 void linear(const struct linear *layer, const float *x, int64_t x_stride, int64_t rows, float *out,
             int64_t out_stride, int accumulate, void *scratch, int num_threads) {
-  struct meeting meeting = {0};
+  struct barrier barrier = {0};
 #pragma omp parallel num_threads(num_threads)
   {
-    const struct team team = team_in(&meeting);
+    const struct team team = team_in(&barrier);
     linear_prepare(layer, x, x_stride, rows, scratch, team);
-    if (preparation_of(layer) != AS_IT_IS) together(team);
+    if (preparation_of(layer) != AS_IT_IS) team_barrier(team);
     linear_share(&layer, 1, x, x_stride, rows, out, out_stride, accumulate, scratch, team);
   }
 }

@@ -1,20 +1,20 @@
 /* Linear layers over blocks of codes (linear.h) in integer arithmetic.
  *
- * Activations are quantised when they come, as finely as AVX2 can add up the products of a block:
- *   codes of 4 bits   times 8 bits: eight pairs of 2 * 15 * 127 fit 16 bits. A block of a row has a
- *                     scale of its own, so that one large value does not take the others' bits: a
- *                     multiple of 1 to 32767 of the row's unit, by which the 16-bit sums are
- *                     multiplied while they are added up to 32 bits.
+ * Activations are quantised in each call, as finely as AVX2 can sum the products of a block:
+ *   codes of 4 bits   times 8 bits: eight pairs of 2 * 15 * 127 fit into 16 bits. Each block of a
+ *                     row has a scale of its own, so that one large value does not cost the others
+ *                     their precision: the row's unit times 1 to 32767, by which the 16-bit sums
+ *                     are multiplied while they are added up in 32 bits.
  *   codes of 8 bits   times 16 bits, which costs no more than times 8, in the row's unit.
- * A block's sum is exact. Step and offset follow in float32, one block after the other, and at the
- * end the row's unit. So the bits of a result depend on its row and its weights alone.
+ * A block's sum is exact. Step and offset are applied in float32, block by block, and the row's unit
+ * at the end. So the bits of a result depend on its row and its weights alone.
  *
- * Scratch, with rows cut into tiles: units [rows], then [tile][block] of
+ * Scratch memory, with rows divided into tiles: units [rows], then [tile][block] of
  *   4 bits   scales [rows][2] int16, both the same; sums of the activations [rows] float32, for the
  *            offsets; [rows][8][4] int8
  *   8 bits   [rows][2][8][2] int16
- * Of the BLOCK features q, q + 8, q + 16 and q + 24 lie together; as 16 bits the first and the
- * third, and, 32 bytes later, the others.
+ * Features q, q + 8, q + 16 and q + 24 of a block are adjacent; in 16 bits the first and the third,
+ * and, 32 bytes later, the others.
  */
 #include "linear.h"
 
@@ -26,18 +26,18 @@
 
 #define TILE_ROWS 6
 #define QUADS (BLOCK / 4)
-#define AT_ONCE 12            /* blocks of a panel at most that stay in the first-level cache */
-#define ROW_BYTES (256 << 10) /* of rows that are gone through at once: they stay in a cache */
+#define AT_ONCE 12            /* most blocks of a panel that stay in the first-level cache */
+#define ROW_BYTES (256 << 10) /* of rows processed at once: they stay in a cache */
 #define MOST_TILES 64
 #define MOST 32767.0f
-#define SMALLEST 1e-30f /* rows below are zeros; a unit above, and 1 over it, are normal numbers */
+#define SMALLEST 1e-30f /* smaller rows become zeros; above, a unit and its inverse are normal */
 
 typedef int16_t short_vec __attribute__((vector_size(32)));
 typedef uint16_t hvec __attribute__((vector_size(32)));
 
 /* ---- activations ------------------------------------------------------------------------ */
 
-struct tiles { /* all rows of a call, and where their scratch lies */
+struct tiles { /* all rows of a call, and their scratch memory */
   int64_t rows, count, blocks;
   int64_t size; /* bytes of one row's block */
   float *units; /* [rows] */
@@ -60,7 +60,7 @@ size_t int8_scratch(const struct linear *layer, int64_t rows) {
   return (size_t)rows * (sizeof(float) + (size_t)(tiles.blocks * tiles.size));
 }
 
-/* The largest size among them; NaN if one is not finite. */
+/* The largest absolute value; NaN if a value is not finite. */
 static float largest_of(const float *x, int64_t features) {
   vec top = splat(0.0f), odds = splat(0.0f); /* odds: 0 or NaN */
   int64_t k = 0;
@@ -77,7 +77,7 @@ static float largest_of(const float *x, int64_t features) {
   return largest + odd;
 }
 
-/* block `b` of a row: as it lies, or, the last one filled up with zeros, in `copy` */
+/* Block `b` of a row, in place; the last one, padded with zeros, in `copy`. */
 INLINE const float *block_of(const float *x, int64_t features, int64_t b, float *copy) {
   const int64_t left = features - b * BLOCK;
   if (left >= BLOCK) return x + b * BLOCK;
@@ -92,13 +92,13 @@ INLINE float largest_of_block(const float *x) {
   return max_lanes(larger(larger(sizes[0], sizes[1]), larger(sizes[2], sizes[3])));
 }
 
-/* codes[4][LANES] = x * inverse, to nearest */
+/* codes[4][LANES] = x * inverse, rounded to nearest */
 INLINE void quantise(const float *x, float inverse, ivec *codes) {
   const vec shift = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
   EACH(i, 4) codes[i] = (ivec)(load(x + i * LANES) * splat(inverse) + shift) - (ivec)shift;
 }
 
-/* the least multiples of `unit` of which 127 reach the `largest` of some blocks, and 1 over each */
+/* For each block the smallest multiple of `unit` of which 127 reach its `largest`; its inverse. */
 INLINE void scale_blocks(vec largest, float unit, ivec *scales, vec *inverses) {
   const vec ratio = smaller(largest / splat(unit * 127.0f), splat(MOST));
   ivec scale = __builtin_convertvector(ratio, ivec);
@@ -108,7 +108,7 @@ INLINE void scale_blocks(vec largest, float unit, ivec *scales, vec *inverses) {
                     (scale > 0));
 }
 
-/* Each block of codes is of `height` rows, of which this is the r-th. Zeros where `unit` is 0. */
+/* The r-th row of a tile of `height` rows, with codes stored by block. Zeros if `unit` is 0. */
 static void quantise_row8(const float *x, int64_t features, int64_t blocks, float unit, char *codes,
                           int64_t height, int64_t r) {
   float copy[BLOCK];
@@ -158,7 +158,7 @@ void int8_prepare(const struct linear *layer, const float *x, int64_t x_stride, 
     const int is_usable = largest > SMALLEST && largest < INFINITY;
     const float unit = is_usable ? largest / (is_half ? 127.0f * MOST : MOST) : 0.0f;
     char *codes = tiles.codes + first * tiles.blocks * tiles.size;
-    tiles.units[row] = is_usable ? unit : largest * 0.0f; /* NaN, so that such rows are found */
+    tiles.units[row] = is_usable ? unit : largest * 0.0f; /* NaN for rows that are not finite */
     if (is_half)
       quantise_row8(values, features, tiles.blocks, unit, codes, height, r);
     else
@@ -170,7 +170,7 @@ void int8_prepare(const struct linear *layer, const float *x, int64_t x_stride, 
 /* ---- products --------------------------------------------------------------------------- */
 
 #ifdef __AVX2__
-/* sums of two products of bytes, those of `a` unsigned and of 4 bits */
+/* sums of two products of bytes; those of `a` are unsigned, of 4 bits */
 INLINE hvec bytes_times(hvec a, ivec b) {
   return (hvec)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
 }
@@ -210,22 +210,22 @@ INLINE ivec everywhere(const char *four_bytes) {
   return (ivec){value, value, value, value, value, value, value, value};
 }
 
-/* step `s` of a block's codes: what is multiplied with four bytes of activations each */
+/* Step `s` of a block's codes, to be multiplied with four bytes of activations each. */
 INLINE void load_codes(int is_half, const char *codes, int s, hvec w[2]) {
   EACH(c, 2) {
     hvec four;
     memcpy(&four, codes + (is_half ? s : c * QUADS + s % QUADS) * 32, sizeof four);
     if (is_half) w[c] = (c ? four >> 4 : four) & 0x0f0f;
-    else w[c] = (hvec)((short_vec)(s < QUADS ? four << 8 : four) >> 8); /* with its sign */
+    else w[c] = (hvec)((short_vec)(s < QUADS ? four << 8 : four) >> 8); /* sign-extended */
   }
 }
 
-struct ready { /* a block of weights as it is multiplied */
+struct ready { /* a decoded block of weights */
   vec d[2], m[2];
   hvec codes[2 * QUADS][2];
 };
 
-/* Worth it if several tiles follow. Fetches as much from `ahead` on. */
+/* Decodes blocks, which pays off if several tiles use them. Prefetches as many from `ahead` on. */
 INLINE void make_ready(int64_t format, int blocks, const char *stored, struct ready *to,
                        const char *ahead) {
   const int is_half = format == WEIGHT_BLOCKS4, steps = is_half ? QUADS : 2 * QUADS;
@@ -238,9 +238,9 @@ INLINE void make_ready(int64_t format, int blocks, const char *stored, struct re
   }
 }
 
-/* to[rows][PANEL] += blocks of activations times blocks of weights, one block after the other. They
- * lie as they are stored, and as much is fetched from `ahead` on, or `is_ready`. The last four are
- * constants where it is called. */
+/* to[rows][PANEL] += blocks of activations times blocks of weights, block by block. The weights are
+ * decoded if `is_ready`; else as many are prefetched from `ahead` on. The last four arguments are
+ * constants at each call. */
 INLINE void multiply(int blocks, const char *x, const void *weights, float *to, const char *ahead,
                      int64_t format, int is_ready, int rows) {
   const int is_half = format == WEIGHT_BLOCKS4, steps = is_half ? QUADS : 2 * QUADS;
@@ -261,14 +261,14 @@ INLINE void multiply(int blocks, const char *x, const void *weights, float *to, 
       hvec w[2];
       if (is_ready) EACH(c, 2) w[c] = ready->codes[s][c];
       else load_codes(is_half, codes, s, w);
-      IN_REGISTER(w[0]); /* else they are read again for every row */
+      IN_REGISTER(w[0]); /* else they are loaded again for every row */
       IN_REGISTER(w[1]);
       EACH(r, rows) {
         const ivec value = everywhere(x + (r * steps + s) * 4);
         EACH(c, 2) {
           if (is_half) sums[r][c] = (ivec)((hvec)sums[r][c] + bytes_times(w[c], value));
           else sums[r][c] += pairs_times(w[c], value);
-          IN_REGISTER(sums[r][c]); /* else the sums are reordered, and do not fit the registers */
+          IN_REGISTER(sums[r][c]); /* else sums are reordered, and do not fit into registers */
         }
       }
     }
@@ -306,7 +306,7 @@ MULTIPLY(multiply_ready4, WEIGHT_BLOCKS4, 1)
 MULTIPLY(multiply_stored8, WEIGHT_BLOCKS8, 0)
 MULTIPLY(multiply_ready8, WEIGHT_BLOCKS8, 1)
 
-/* out[columns] = sums * unit + bias, plus what is there if `accumulate` */
+/* out[columns] = sums * unit + bias, plus `out` if `accumulate` */
 INLINE void finish_sums(const float *sums, float unit, const float *bias, float *out, int columns,
                         int accumulate) {
   float results[PANEL] = {0}, *to = columns == PANEL ? out : results;
@@ -319,7 +319,7 @@ INLINE void finish_sums(const float *sums, float unit, const float *bias, float 
   if (to != out) memcpy(out, results, sizeof(float) * (size_t)columns);
 }
 
-/* one panel of tiles [begin, end): out = products + bias, plus what is there if `accumulate` */
+/* One panel of tiles [begin, end): out = products + bias, plus `out` if `accumulate`. */
 static void compute_panel(struct panel panel, const struct tiles *tiles, int64_t begin, int64_t end,
                           float *out, int64_t out_stride, int accumulate) {
   const struct linear *layer = panel.layer;
@@ -361,7 +361,7 @@ void int8_share(const struct linear *const *layers, int count, int64_t rows, flo
   const int64_t blocks = divided(tiles.count, at_once), panels = count_panels(layers, count);
   struct pieces pieces = share_panels(team, blocks * panels, rows);
   int64_t piece;
-  while ((piece = take(team, &pieces)) >= 0) {
+  while ((piece = next_piece(team, &pieces)) >= 0) {
     const int64_t block = piece / panels;
     compute_panel(panel_of(layers, piece % panels), &tiles, tiles.count * block / blocks,
                   tiles.count * (block + 1) / blocks, out, out_stride, accumulate);

@@ -1,15 +1,15 @@
-/* Paged attention on the CPU: the loops of worker/attention/cpu.py.
+/* Paged attention on the CPU: the kernel behind worker/attention/cpu.py.
  *
  * It writes new keys and values into their slots of the pool, then computes causal attention of
- * ragged queries over the pages that the block tables name. All strides are in elements. Queries
- * and the pool may be float32, float16 or bfloat16, each its own: new keys and values are rounded to
- * the pool's type when they are written. Arithmetic is float32.
+ * ragged queries over the pages in the block tables. All strides are in elements. Queries and the
+ * pool may independently be float32, float16 or bfloat16: new keys and values are rounded to the
+ * pool's type when they are written. Arithmetic is float32.
  *
  * The result for a token depends on its query, its position and its keys alone, to the last bit,
- * never on what else is in the batch or on how its prompt was cut into chunks. Three things make it
- * so: keys are taken in blocks of KEYS by absolute position; every dot product, maximum and sum has
- * one fixed order of operations whatever the tile's shape (vectors are written out here, so no
- * compiler reassociates); and what a tile computes beyond a token's own keys has weight exactly 0.
+ * never on the rest of the batch or on how its prompt was cut into chunks, for three reasons: keys
+ * are processed in blocks of KEYS by absolute position; every dot product, maximum and sum has one
+ * fixed order of operations whatever the tile's shape (vectors are explicit here, so no compiler
+ * reassociates); and what a tile computes beyond a token's own keys has weight exactly 0.
  */
 #include "paged.h"
 #include "paged_tiles.h"
@@ -17,14 +17,14 @@
 #include <stdlib.h>
 
 #define TILE_ROWS 24 /* (query token, query head) pairs that share one pass over the keys */
-#define LINE 16 /* floats of a cache line: threads write to lines of their own */
-#define NEVER_SEEN -1e30f /* a row maximum before the first visible key: finite, so no inf - inf */
+#define LINE 16 /* floats of a cache line: threads write to separate lines */
+#define NEVER_SEEN -1e30f /* row maximum before the first visible key: finite, so no inf - inf */
 
 static int64_t itemsize(int64_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
 #define AT_ONCE 64 /* numbers */
 
-/* `n` numbers into another type */
+/* Converts `n` numbers. */
 static void convert(const char *from, int64_t from_dtype, char *to, int64_t to_dtype, int64_t n) {
   if (from_dtype == to_dtype) {
     memcpy(to, from, (size_t)(n * itemsize(to_dtype)));
@@ -57,7 +57,7 @@ void write_kv(const struct kv_layer *kv, const struct new_kv *new, const struct 
   }
 }
 
-/* what one thread works with; `dim` is head_dim rounded up to whole vectors */
+/* Memory of one thread; `dim` is head_dim rounded up to whole vectors. */
 struct scratch {
   float *q, *out;   /* [rows][dim] each */
   float *copy;      /* [KEYS][dim] */
@@ -80,7 +80,7 @@ static struct scratch scratch_in(float *memory, int rows, int dim) {
   return s;
 }
 
-/* The keys of head 0, of positions base .. base + span, as they lie: each run within a page. */
+/* The keys of head 0 at positions base .. base + span, in place: each run is within a page. */
 INLINE struct block block_at(const struct kv_layer *kv, const int32_t *table,
                              int64_t table_position, int64_t base, int span) {
   const int64_t size = itemsize(kv->dtype);
@@ -106,8 +106,8 @@ INLINE struct block part_of(const struct kv_layer *kv, const struct block *block
   return part;
 }
 
-/* Keys or values of positions base + `skip` .. base + `span`, converted into `copy` [KEYS][dim],
- * page by page; zeros before them. What is behind head_dim in a row was zero and stays so. */
+/* Keys or values at positions base + `skip` .. base + `span`, converted into `copy` [KEYS][dim],
+ * page by page; zeros before them. The end of a row after head_dim was zero and stays so. */
 static struct block converted(const struct kv_layer *kv, const int32_t *table,
                               int64_t table_position, int which, int64_t head, int64_t base,
                               int skip, int span, int dim, float *copy) {
@@ -133,21 +133,21 @@ static struct block converted(const struct kv_layer *kv, const int32_t *table,
   return found;
 }
 
-/* `tokens` queries of request r from its query `first` on, and `heads` kv heads from `head` on */
+/* `tokens` queries of a request from its query `first` on, and `heads` kv heads from `head` on. */
 struct tile {
   int64_t request, first, head;
   int heads, tokens;
 };
 
-/* Whether blocks are read as they lie. For float16 that is faster even where 24 rows read them, and
- * convert every number eight times: half as many bytes stay in the nearest cache. */
+/* Whether blocks are read in place. For float16 that is faster even if 24 rows read them, and
+ * convert every number eight times: half as many bytes stay in the first-level cache. */
 INLINE int is_in_place(const struct kv_layer *kv, int dim) {
   return dim == kv->head_dim &&
          (kv->dtype == FLOAT32 || (kv->dtype == FLOAT16 && LOADS_FLOAT16));
 }
 
-/* Add the keys in [from, to) to the rows' sums: s->out and s->sum, with weights relative to s->max.
- * Heads take turns within a block: their pages lie side by side, and are fetched one ahead. */
+/* Adds the keys in [from, to) to the rows' sums s->out and s->sum, with weights relative to s->max.
+ * Within a block, heads are processed in turn: their pages are adjacent, prefetched one ahead. */
 static void attend_keys(const struct kv_layer *kv, const struct queries *in,
                         const struct tables *tables, struct tile tile, int64_t position,
                         int64_t from, int64_t to, int dim, const struct scratch *s) {
@@ -156,9 +156,9 @@ static void attend_keys(const struct kv_layer *kv, const struct queries *in,
   const int32_t *table = tables->blocks + tables->table_start[tile.request];
   const int64_t table_position = tables->first_positions[tile.request];
 
-  struct block next = {.runs = 0}; /* what comes after this block, as it lies */
+  struct block next = {.runs = 0}; /* the next block, in place */
   for (int64_t base = from / KEYS * KEYS; base < to; base += KEYS) {
-    /* a sliding table may start inside the block: what lies before is outside of the window */
+    /* a sliding table may start inside the block; keys before it are outside the window */
     const int skip = base < table_position ? (int)(table_position - base) : 0;
     const int span = base + KEYS < to ? KEYS : (int)(to - base);
     const int in_runs = kv->page_size % RUN == 0 && skip == 0;
@@ -169,7 +169,7 @@ static void attend_keys(const struct kv_layer *kv, const struct queries *in,
       const int rest = to - base - KEYS < KEYS ? (int)(to - base - KEYS) : KEYS;
       next = block_at(kv, table, table_position, base + KEYS, rest);
     }
-    /* the parts of a block in the order in which they lie: keys of all heads, then values */
+    /* the parts of a block in memory order: keys of all heads, then values */
     for (int which = 0; which < 2; which++)
       for (int h = 0; h < tile.heads; h++) {
         const int64_t head = tile.head + h;
@@ -207,7 +207,7 @@ static void attend_keys(const struct kv_layer *kv, const struct queries *in,
   }
 }
 
-/* one tile: all of its keys */
+/* One tile, over all of its keys. */
 static void attend_tile(const struct kv_layer *kv, const struct queries *in,
                         const struct tables *tables, struct tile tile, int dim,
                         const struct scratch *s) {
@@ -241,14 +241,14 @@ static void attend_tile(const struct kv_layer *kv, const struct queries *in,
   }
 }
 
-/* all kv heads of some queries: together where they are few rows, else one after another */
+/* All kv heads of some queries: at once if they are few rows, else one after another. */
 static void attend_heads(const struct kv_layer *kv, const struct queries *in,
                          const struct tables *tables, struct tile tile, int dim,
                          const struct scratch *s) {
   const int rows = tile.tokens * (int)(in->num_heads / kv->num_kv_heads), end = tile.heads;
-  const int together = rows * end <= TILE_ROWS ? end : 1;
-  tile.heads = together;
-  for (int head = 0; head < end; head += together, tile.head += together)
+  const int at_once = rows * end <= TILE_ROWS ? end : 1;
+  tile.heads = at_once;
+  for (int head = 0; head < end; head += at_once, tile.head += at_once)
     attend_tile(kv, in, tables, tile, dim, s);
 }
 
@@ -274,7 +274,7 @@ int share_out(struct sharing *sharing, const struct tables *tables, int64_t num_
     const int64_t length = tables->query_start_loc[r + 1] - tables->query_start_loc[r];
     start[r + 1] = start[r] + (length + sharing->most_tokens - 1) / sharing->most_tokens;
   }
-  /* few tiles: each head is an item of its own, so that all threads have work */
+  /* few tiles: each head becomes an item, so that all threads have work */
   sharing->shares = start[requests] < 4 * num_threads ? (int)num_kv_heads : 1;
   sharing->items = start[requests] * sharing->shares;
   begin_sharing(sharing);
@@ -298,9 +298,9 @@ void attend_share(struct team team, const struct kv_layer *kv, const struct quer
   for (;;) {
     const int64_t item = atomic_fetch_add_explicit(&sharing->next, 1, memory_order_relaxed);
     if (item >= sharing->items) return;
-    /* the last tile of a request sees the most keys: start with it, for balance */
+    /* the last tile of a request has the most keys: start with it, for balance */
     const int64_t place = sharing->items - 1 - item, index = place / sharing->shares;
-    int64_t low = 0, high = tables->num_requests - 1; /* the request whose tiles include `index` */
+    int64_t low = 0, high = tables->num_requests - 1; /* search the request of tile `index` */
     while (low < high) {
       const int64_t middle = (low + high + 1) / 2;
       if (sharing->tile_start[middle] <= index) low = middle;
@@ -315,19 +315,19 @@ void attend_share(struct team team, const struct kv_layer *kv, const struct quer
   }
 }
 
-/* One layer's attention in a parallel region of its own. Returns 0, or -1 when memory for the tiles
- * is not to be had. */
+/* One layer's attention in a parallel region of its own. Returns 0, or -1 if memory cannot be
+ * allocated. */
 int attend(const struct kv_layer *kv, const struct new_kv *new, const struct queries *in,
            const struct tables *tables, int num_threads) {
   struct sharing sharing;
   if (share_out(&sharing, tables, in->num_heads, kv->num_kv_heads, kv->head_dim, num_threads))
     return -1;
-  struct meeting meeting = {0};
+  struct barrier barrier = {0};
 #pragma omp parallel num_threads(num_threads) if (sharing.items > 1)
   {
-    const struct team team = team_in(&meeting);
+    const struct team team = team_in(&barrier);
     write_kv(kv, new, tables, first_row(team, new->num_tokens), end_row(team, new->num_tokens));
-    together(team);
+    team_barrier(team);
     attend_share(team, kv, in, tables, &sharing);
   }
   end_sharing(&sharing);

@@ -1,4 +1,4 @@
-/* Paged attention (paged.c): what it works on, and what each thread of a team does of it. */
+/* Paged attention (paged.c): its data, and the work of each thread of a team. */
 #pragma once
 #include "threads.h"
 
@@ -7,7 +7,7 @@
 
 /* ---- mirrored by ctypes structures in worker/attention/cpu.py --------------------------- */
 
-/* Each `dtype` is one of vectors.h. A pool may be of another one than new_kv and queries. */
+/* Each `dtype` is one of vectors.h. The pool's may differ from that of new_kv and queries. */
 
 struct kv_layer { /* pages [block][K,V][kv_head][page_size][head_dim] of one layer */
   void *pages;
@@ -21,7 +21,7 @@ struct new_kv { /* [T][num_kv_heads][head_dim], elements of a head contiguous */
   int64_t num_tokens, dtype;
 };
 
-struct call { /* what a layer asks for */
+struct call { /* AttentionCall of worker/attention/interface.py */
   const float *sinks; /* [num_heads] or NULL */
   float scaling, softcap; /* softcap 0 = none */
   int64_t sliding_window; /* 0 = none; counts the current token */
@@ -40,29 +40,29 @@ struct tables { /* of a step, for the layers of one cache group */
   const int64_t *slot_mapping; /* [T] */
 };
 
-/* ---- a step's queries, shared out ------------------------------------------------------- */
+/* ---- dividing a step's queries among threads --------------------------------------------- */
 
-struct sharing { /* the same for all layers of a step, whichever group they belong to */
+struct sharing { /* the same for all layers of a step, whatever their group */
   int64_t *tile_start; /* [num_requests + 1] */
-  int64_t items;       /* a tile, or one kv head of it where tiles are few */
+  int64_t items;       /* tiles, or single kv heads of them if tiles are few */
   int shares, most_tokens, most_rows;
   float *scratch; /* [threads][num_floats] */
   size_t num_floats;
-  atomic_llong next; /* the item that nobody has taken yet */
+  atomic_llong next; /* the first item that no thread has taken */
 };
 
-/* Returns 0, or -1 when memory is not to be had; else end_sharing gives it back. */
+/* Returns 0, or -1 if memory cannot be allocated; end_sharing frees it. */
 int share_out(struct sharing *sharing, const struct tables *tables, int64_t num_heads,
               int64_t num_kv_heads, int64_t head_dim, int num_threads);
 void end_sharing(struct sharing *sharing);
 
-/* Before a layer other than the first: by one thread, a barrier away from attend_share. */
+/* Called by one thread before every layer but the first, a barrier before attend_share. */
 void begin_sharing(struct sharing *sharing);
 
-/* Put the keys and values of tokens [first, end) into their slots. */
+/* Writes the keys and values of tokens [first, end) into their slots. */
 void write_kv(const struct kv_layer *kv, const struct new_kv *new, const struct tables *tables,
               int64_t first, int64_t end);
 
-/* Behind a barrier: takes items until there are none. */
+/* After a barrier: processes items until none is left. */
 void attend_share(struct team team, const struct kv_layer *kv, const struct queries *in,
                   const struct tables *tables, struct sharing *sharing);

@@ -1,6 +1,6 @@
 /* The inner loops of paged attention: scores, softmax weights, weighted sums, for a block of keys.
  *
- * Every sum has one order of operations, whatever the shape of a tile: see paged.c.
+ * Every sum has one fixed order of operations, whatever the shape of a tile: see paged.c.
  */
 #pragma once
 #include "vectors.h"
@@ -8,34 +8,34 @@
 #include <math.h>
 
 #define KEYS 64   /* keys per block of the online softmax */
-#define STREAMS 4 /* a block is read as this many runs of keys side by side */
+#define STREAMS 4 /* a block is read as this many parallel runs of keys */
 #define RUN (KEYS / STREAMS)
-#define FEW 8 /* rows of a run that are used for all queries before the next ones are */
+#define FEW 8 /* rows of a run that are used for all queries before the next rows */
 #define LINE_BYTES 64 /* of a cache */
 
 /* Within a block the keys are ordered 0, 16, 32, 48, 1, 17, ...: place 4 i + c is key 16 c + i.
- * With pages of 16 tokens these are four pages side by side, each read from its begin to its end:
- * the CPU fetches ahead on each of them, which it does not on rows of one page in turn. */
+ * With pages of 16 tokens these are four pages in parallel, each read from start to end: the CPU
+ * prefetches along each of them, which it does not for the rows of one page in turn. */
 
-struct block { /* keys or values of a block: run c begins at first[c], a row each `stride` bytes */
+struct block { /* keys or values of a block: run c begins at first[c], one row per `stride` bytes */
   const char *first[STREAMS];
   int64_t stride;
-  int dtype;        /* what is computed with is FLOAT32 or FLOAT16 */
-  int runs, length; /* how many, and the rows of each */
+  int dtype;        /* FLOAT32 or FLOAT16 when it is computed with */
+  int runs, length; /* number of runs, and the rows of each */
   int last;         /* rows of the last run */
-  int ahead_runs;   /* of what is needed next, fetched meanwhile */
+  int ahead_runs;   /* of the next block, prefetched meanwhile */
   int64_t ahead_stride;
   const char *ahead[STREAMS];
 };
 
-/* row `i` of the runs that are needed next */
+/* Prefetches row `i` of the next block's runs. */
 INLINE void fetch_ahead(const struct block *block, int i) {
   for (int c = 0; c < block->ahead_runs; c++)
     for (int64_t at = 0; at < block->ahead_stride; at += LINE_BYTES)
       __builtin_prefetch(block->ahead[c] + i * block->ahead_stride + at);
 }
 
-/* Eight numbers from the `d`-th of a row on; `dtype` is a constant where it is called. */
+/* Eight numbers from the `d`-th of a row on; `dtype` is a constant at each call. */
 INLINE vec load_part(const char *row, int d, int dtype) {
   return dtype == FLOAT16 ? load_float16((const uint16_t *)row + d) : load((const float *)row + d);
 }
@@ -55,8 +55,8 @@ INLINE vec load_part(const char *row, int d, int dtype) {
     }                                                                                             \
   } while (0)
 
-/* scores[r][4 i + c] = q[r] . k[c][i] for `rows` rows and i in [from, to); what is no key gets any
- * score. Fetches what is next if asked to. `rows` and `runs` are constants where it is called. */
+/* scores[r][4 i + c] = q[r] . k[c][i] for `rows` rows and i in [from, to); places without a key get
+ * arbitrary scores. Prefetches if `fetches`. `rows` and `runs` are constants at each call. */
 INLINE void dot_tile(int rows, int runs, int dtype, const struct block *keys, int from, int to,
                      const float *q, int dim, float *scores, int fetches) {
   for (int i = from; i < to; i++) {
@@ -86,7 +86,7 @@ INLINE void dot_few(int runs, int dtype, const struct block *keys, int from, int
   BY_THREES(rows, DOT);
 }
 
-/* A few keys for all rows, then the next ones: so they are found in the nearest cache. */
+/* A few keys for all rows, then the next ones, so that they stay in the first-level cache. */
 INLINE void dot_rows(int dtype, const struct block *keys, const float *q, int rows, int dim,
                      float *scores) {
   const int few = rows > 3 ? FEW : RUN; /* three are computed at once */
@@ -101,8 +101,8 @@ INLINE void dot_rows(int dtype, const struct block *keys, const float *q, int ro
   }
 }
 
-/* Of halves apart, so that each of the two has all registers. */
-APART void dot_halves(const struct block *keys, const float *q, int rows, int dim, float *scores) {
+/* float16 in a function of its own, so that both variants can use all registers. */
+NOINLINE void dot_halves(const struct block *keys, const float *q, int rows, int dim, float *scores) {
   dot_rows(FLOAT16, keys, q, rows, dim, scores);
 }
 
@@ -136,8 +136,8 @@ INLINE void mix_tile(int rows, int vecs, int runs, int dtype, const struct block
   EACH(r, rows) EACH(c, vecs) store(out + r * dim + d + c * LANES, sums[r][c]);
 }
 
-/* where long chunks spend their time */
-APART void mix_full_tile(const struct block *values, int from, int to, const float *weights, int d,
+/* The hot loop of long chunks. */
+NOINLINE void mix_full_tile(const struct block *values, int from, int to, const float *weights, int d,
                          float *out, int dim) {
   mix_tile(3, 4, STREAMS, FLOAT32, values, from, to, weights, d, out, dim);
 }
@@ -156,7 +156,7 @@ INLINE void mix_few(int runs, int dtype, const struct block *values, int from, i
   for (; d < dim; d += LANES) BY_THREES(rows, MIX_ONE);
 }
 
-/* what lies behind the last key may be anything, and 0 times NaN is NaN: so it is left out */
+/* Memory after the last key may hold anything, and 0 times NaN is NaN: so it is excluded. */
 INLINE void mix_rows(int dtype, const struct block *values, const float *weights, float *out,
                      int rows, int dim) {
   for (int i = 0, to; i < values->length; i = to) {
@@ -175,7 +175,7 @@ INLINE void mix_rows(int dtype, const struct block *values, const float *weights
   }
 }
 
-APART void mix_halves(const struct block *values, const float *weights, float *out, int rows,
+NOINLINE void mix_halves(const struct block *values, const float *weights, float *out, int rows,
                       int dim) {
   mix_rows(FLOAT16, values, weights, out, rows, dim);
 }
@@ -187,7 +187,7 @@ INLINE void mix_block(const struct block *values, const float *weights, float *o
 }
 
 /* Softmax weights of one row from its scores, in place; only keys in [from, to) are visible.
- * Returns what earlier sums are to be multiplied with. */
+ * Returns the factor for earlier sums. */
 INLINE float weigh(float *scores, int places, int from, int to, float scaling,
                    float softcap, float *max, float *sum) {
   vec top = splat(*max), total = splat(0.0f);
@@ -212,7 +212,7 @@ INLINE float weigh(float *scores, int places, int from, int to, float scaling,
   return decay;
 }
 
-/* while `block` is read, fetch `next` */
+/* Has `next` prefetched while `block` is read. */
 INLINE void fetch_while(struct block *block, struct block next) {
   block->ahead_runs = next.runs;
   block->ahead_stride = next.stride;

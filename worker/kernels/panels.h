@@ -1,4 +1,4 @@
-/* The panels of one or more layers over the same rows, counted through: what threads share out. */
+/* The panels of one or more layers over the same rows, numbered in sequence: the threads' work. */
 #pragma once
 #include "linear.h"
 
@@ -16,8 +16,8 @@ static inline int64_t count_panels(const struct linear *const *layers, int count
 
 struct panel {
   const struct linear *layer;
-  int64_t index, first_column; /* the layer's panel; of the layers' results in a row */
-  int columns;                 /* PANEL, or fewer in a layer's last one */
+  int64_t index, first_column; /* in the layer; in a row of all layers' results */
+  int columns;                 /* PANEL, or fewer in a layer's last panel */
 };
 
 static inline struct panel panel_of(const struct linear *const *layers, int64_t number) {
@@ -30,7 +30,7 @@ static inline struct panel panel_of(const struct linear *const *layers, int64_t 
   return (struct panel){*layers, number, column + number * PANEL, left < PANEL ? (int)left : PANEL};
 }
 
-/* With few rows memory is what is waited for, and read best in one run. */
+/* With few rows memory is the bottleneck, and is read fastest in one run. */
 static inline struct pieces share_panels(struct team team, int64_t count, int64_t rows) {
   return share_pieces(team, count, rows < 8 ? 7 : 6);
 }

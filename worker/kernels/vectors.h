@@ -1,7 +1,7 @@
 /* Vectors of eight floats, an exponential, and the 16-bit formats, for all kernels.
  *
- * Written out with the vector extensions of gcc and clang, so that every sum has one fixed order;
- * x86 intrinsics only where the generic form is slow.
+ * Explicit vectors, by extensions of gcc and clang, so that every sum has one fixed order; x86
+ * intrinsics only where the generic form is slow.
  */
 #pragma once
 #include <stdint.h>
@@ -12,17 +12,17 @@
 
 #define LANES 8
 #define INLINE static inline __attribute__((always_inline))
-/* A hot loop apart from all that is around it, so that registers are kept for it alone. */
-#define APART static __attribute__((noinline))
+/* A hot loop in a function of its own, so that it can use all registers. */
+#define NOINLINE static __attribute__((noinline))
 
-/* An end to the compiler's liberties with a vector: it is now, and it is in a register. */
+/* Forces the compiler to have the vector in a register at this point. */
 #ifdef __AVX__
 #define IN_REGISTER(v) __asm__("" : "+x"(v))
 #else
 #define IN_REGISTER(v)
 #endif
 
-/* A short loop that is unrolled before arrays are put into registers; else they stay in memory. */
+/* A short loop, unrolled before arrays are assigned to registers; else they stay in memory. */
 #define EACH(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++)
 
 enum { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
@@ -57,7 +57,7 @@ INLINE vec fma8(vec a, vec b, vec c) {
 #ifdef __FMA__
   return _mm256_fmadd_ps(a, b, c);
 #else
-  return a * b + c; /* fused or not is the compiler's choice, but the same choice everywhere */
+  return a * b + c; /* fused or not, but the same everywhere */
 #endif
 }
 

@@ -1,13 +1,13 @@
-/* How weights are stored, and widening them to float32 (linear.h says how they lie).
+/* Storage of weights, and widening them to float32; linear.h describes the layouts.
  *
- * In blocks, BLOCK input features of an output feature share a step d and an offset m, both float16:
- * a weight is d * code + m, rounded once, which is what the formats Q4_1 and Q8_0 of GGUF mean.
+ * In blocks, BLOCK input features of an output feature share a step d and an offset m, in float16: a
+ * weight is d * code + m, rounded once, as in GGUF's formats Q4_1 and Q8_0.
  */
 #pragma once
 #include "linear.h"
 #include "vectors.h"
 
-/* bytes of a panel's `features` input features */
+/* Bytes of `features` input features of a panel. */
 INLINE int64_t panel_bytes(int64_t format, int64_t features) {
   switch (format) {
     case WEIGHT_FLOAT32: return features * PANEL * 4;
@@ -19,7 +19,7 @@ INLINE int64_t panel_bytes(int64_t format, int64_t features) {
 
 typedef uint32_t uvec __attribute__((vector_size(32)));
 
-/* A block's steps and offsets, [PANEL] each; returns where its codes begin. */
+/* Loads a block's steps and offsets, [PANEL] each; returns the address of its codes. */
 INLINE const char *load_steps(int64_t format, const char *block, float *d, float *m) {
   widen(block, d, PANEL, FLOAT16);
   if (format == WEIGHT_BLOCKS4) {
@@ -30,8 +30,7 @@ INLINE const char *load_steps(int64_t format, const char *block, float *d, float
   return block + 2 * PANEL;
 }
 
-/* [BLOCK][PANEL] as float32. d times a code is exact, so it makes no difference whether the addition
- * is fused with it. */
+/* [BLOCK][PANEL] as float32. d times a code is exact: fusing the addition makes no difference. */
 INLINE void widen_block(int64_t format, const char *block, float *to) {
   const int is_half = format == WEIGHT_BLOCKS4; /* a byte */
   float d[PANEL], m[PANEL];
@@ -51,7 +50,7 @@ INLINE void widen_block(int64_t format, const char *block, float *to) {
   }
 }
 
-/* [features][PANEL] as float32: `stored` itself, or what has been put into `to` */
+/* [features][PANEL] as float32: `stored` itself, or widened into `to`. */
 static inline const float *widen_panel(int64_t format, const void *stored, int features, float *to) {
   const char *block = stored;
   if (format == WEIGHT_FLOAT32) return stored;

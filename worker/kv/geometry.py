@@ -1,14 +1,16 @@
 """The shape of a model's KV cache: layers, cache groups, and the sizes of page, block and chunk.
 
 Owns: which layers share a block table, and the arithmetic page -> block -> chunk. Pure: it imports
-neither torch nor transformers. What a layer keeps is observed, not believed (probe.py); a
-configuration is only asked which attention types it names. Does not own: the memory itself
-(kv_pool.py), how many chunks fit (memory.py), which split of the layers into groups suits a pool
-(tiling.py), what is refused for other reasons (model_check.py).
+neither torch nor transformers. What a layer stores is observed (probe.py), not taken from the
+configuration, which only names the attention types. Does not own: the memory itself (kv_pool.py),
+how many chunks fit (pool_size.py), which split of the layers into groups suits a pool (tiling.py),
+refusals for other reasons (model_check.py).
 
     page  = 2 * num_kv_heads * head_dim * itemsize * page_size   K, then V, of one layer
     block = page * layer slots of the group                      what a block table entry names
     chunk = a whole number of blocks of every group              the pool's unit
+
+The scheduler knows less of it, by Ready: scheduler_svc/core/limits.py.
 """
 
 from __future__ import annotations
@@ -18,11 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from protos.link import FULL_ATTENTION, SLIDING_ATTENTION
 from protos.plan import NUM_RESERVED_CHUNKS, PADDING_READ_CHUNK, PADDING_WRITE_CHUNK
 from worker.kv.tiling import Tiling, choose_tiling
 
-FULL_ATTENTION: Final = "full_attention"
-SLIDING_ATTENTION: Final = "sliding_attention"
 SERVED_KINDS: Final = (FULL_ATTENTION, SLIDING_ATTENTION)
 _MOST_KINDS: Final = 2  # of layers in one model; tiling.py
 
@@ -33,7 +34,7 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer attends with, and how far back."""
+    """The heads of one layer's attention, and its window."""
 
     num_heads: int
     num_kv_heads: int
@@ -53,13 +54,13 @@ class CacheGroup:
     layers: tuple[int, ...]  # indices of the model's layers, in pool order
     sliding_window: int  # 0 for full attention; counts the current token
     blocks_per_chunk: int
-    num_unused_slots: int = 0  # places for layers at the end of each block that no layer uses
-    # (KV heads, numbers of each) where groups differ in them; None: the geometry's
+    num_unused_slots: int = 0  # layer slots at the end of each block that no layer uses
+    # (KV heads, head_dim) where groups differ in them; None: those of the geometry
     kv_shape: tuple[int, int] | None = None
 
     @property
     def num_slots(self) -> int:
-        """Pages in a block: one for every layer, and those that lie idle."""
+        """Pages in a block: one for every layer, and the unused ones."""
         return len(self.layers) + self.num_unused_slots
 
     @property
@@ -69,7 +70,7 @@ class CacheGroup:
 
     @property
     def padding_write_block(self) -> int:
-        """The block that takes the writes of padding."""
+        """The block that padding writes."""
         return PADDING_WRITE_CHUNK * self.blocks_per_chunk
 
     @property
@@ -79,25 +80,25 @@ class CacheGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
-    """Everything about the KV cache that does not depend on how much memory there is."""
+class CacheGeometry:
+    """Everything about a model's KV cache except how many chunks it has."""
 
     groups: tuple[CacheGroup, ...]
-    num_layers: int  # that keep K and V of their own
-    num_heads: int  # these three: of the layers with most of each
+    num_layers: int  # with K and V of their own
+    num_heads: int  # these three: maxima over the layers
     num_kv_heads: int
     head_dim: int
     page_size: int  # tokens
     itemsize: int  # bytes of one number of K or V
-    # layers that read the K and V of another one, and which
+    # layers that read the K and V of another layer -> that layer
     shared_layers: Mapping[int, int] = field(default_factory=dict)
 
     def kv_shape(self, group: CacheGroup) -> tuple[int, int]:
-        """KV heads of the group's layers, and numbers of each."""
+        """(KV heads, head_dim) of the group's layers."""
         return group.kv_shape or (self.num_kv_heads, self.head_dim)
 
     def page_bytes(self, group: CacheGroup) -> int:
-        """K and V of one of the group's layers for page_size tokens."""
+        """Bytes of K and V of one of the group's layers, for page_size tokens."""
         return 2 * math.prod(self.kv_shape(group)) * self.itemsize * self.page_size
 
     def block_bytes(self, group: CacheGroup) -> int:
@@ -110,21 +111,21 @@ class Geometry:
 
     @property
     def model_block_bytes(self) -> int:
-        """page_size tokens of all layers: what `num_blocks` of the configuration counts."""
+        """Bytes of page_size tokens of all layers, the unit of the setting `num_blocks`."""
         return sum(self.page_bytes(group) * len(group.layers) for group in self.groups)
 
     def chunks_for_tokens(self, num_tokens: int) -> int:
-        """Chunks that one request of num_tokens tokens can fill at most, over all groups. Pages
+        """The most chunks that one request of num_tokens tokens can fill, over all groups. Pages
         that leave a window count too: they may stay in the prefix cache."""
         pages = math.ceil(num_tokens / self.page_size)
         return sum(math.ceil(pages / group.blocks_per_chunk) for group in self.groups)
 
     def chunks_for_blocks(self, num_blocks: int) -> int:
-        """Chunks that hold num_blocks whole-model blocks, the reserved ones not counted."""
+        """Chunks that hold num_blocks whole-model blocks, without the reserved ones."""
         return max(1, math.ceil(num_blocks * self.model_block_bytes / self.chunk_bytes))
 
-    def fitted(self, pool_bytes: int) -> Geometry:
-        """The same layers in the groups that suit a pool of that size (tiling.py)."""
+    def fitted(self, pool_bytes: int) -> CacheGeometry:
+        """The same layers in the groups that suit a pool of this size (tiling.py)."""
         kinds: dict[CacheGroup, list[int]] = {}
         for group in self.groups:
             kinds.setdefault(_kind_of(group), []).extend(group.layers)
@@ -133,14 +134,14 @@ class Geometry:
         return self._tiled(kinds, choose_tiling(first, second, unit, pool_bytes, units))
 
     def _units(self, kinds: Sequence[CacheGroup]) -> tuple[int, tuple[int, int]]:
-        """The largest number of bytes that divides a page of every kind, and how often it does."""
+        """The greatest common divisor of the kinds' page bytes, and each page in units of it."""
         first, second = self.page_bytes(kinds[0]), self.page_bytes(kinds[-1])
         unit = math.gcd(first, second)
         return unit, (first // unit, second // unit)
 
-    def _tiled(self, kinds: Mapping[CacheGroup, Sequence[int]], tiling: Tiling) -> Geometry:
-        """The layers of each kind in groups of equally many slots; in the last one some may lie
-        idle."""
+    def _tiled(self, kinds: Mapping[CacheGroup, Sequence[int]], tiling: Tiling) -> CacheGeometry:
+        """The layers of each kind in groups with the same number of slots; the last group of a
+        kind may have unused ones."""
         sizes = (tiling.full_slots, tiling.sliding_slots)
         groups = []
         for (kind, found), size, units in zip(kinds.items(), sizes, tiling.units, strict=False):
@@ -158,22 +159,22 @@ class Geometry:
 
 
 def _counts(kinds: Mapping[CacheGroup, Sequence[int]]) -> tuple[int, int]:
-    """Layers of each of one or two kinds."""
+    """The number of layers of each of two kinds; 0 for a second kind that does not exist."""
     counts = [len(layers) for layers in kinds.values()]
     return counts[0], sum(counts[1:])
 
 
 def _kind_of(group: CacheGroup) -> CacheGroup:
-    """What all groups of layers of one kind have in common."""
+    """What all groups of one kind of layers have in common."""
     return replace(group, layers=(), blocks_per_chunk=0, num_unused_slots=0)
 
 
 def layer_kinds(text_config: Any) -> tuple[str, ...]:
-    """The attention type of every layer: `layer_types` wins; else a window means all sliding;
-    else all are full (the rule that transformers' own caches follow).
+    """The attention type of every layer: `layer_types` takes precedence; else a window means that
+    all are sliding; else all are full (the rule of transformers' own caches).
 
-    Families with a switch use the window only where `use_sliding_window` is on, and from layer
-    max_window_layers on if they have that too (transformers' Qwen2Config).
+    Families with the switch `use_sliding_window` use the window only if it is on, and from layer
+    max_window_layers on if they have that as well (transformers' Qwen2Config).
     """
     num_layers: int = getattr(text_config, "num_hidden_layers", 0)
     layer_types = getattr(text_config, "layer_types", None)
@@ -198,7 +199,7 @@ def layer_kinds(text_config: Any) -> tuple[str, ...]:
 
 
 def check_layer_types(text_config: Any) -> None:
-    """Refuse attention types that are not served, before weights are read. Raises
+    """Refuses attention types that are not served, before weights are read. Raises
     UnsupportedModel."""
     for kind in dict.fromkeys(layer_kinds(text_config)):
         if kind not in SERVED_KINDS:
@@ -214,12 +215,12 @@ def geometry_of(
     page_size: int,
     itemsize: int,
     shared_layers: Mapping[int, int] | None = None,
-) -> Geometry:
-    """The geometry of the model `name` from its layers, with one group per kind of layer, as a
-    pool without bounds would have it; `fitted` gives the one for a real pool.
+) -> CacheGeometry:
+    """The geometry of the model `name`, with one cache group per kind of layer, as for a pool of
+    unlimited size; `fitted` adapts it to a real one.
 
-    Layers are of one kind where their window and their K and V are alike. Raises UnsupportedModel
-    for more than two kinds, ValueError for a page_size < 1.
+    Layers are of one kind if they have the same window and the same shape of K and V. Raises
+    UnsupportedModel for more than two kinds, ValueError for a page_size < 1.
     """
     if page_size < 1:
         raise ValueError(f"page_size is {page_size}; it must be at least 1")
@@ -234,11 +235,11 @@ def geometry_of(
     if len(kinds) > _MOST_KINDS:
         found = "; ".join(_describe(layers[of_kind[0]]) for of_kind in kinds.values())
         raise UnsupportedModel(
-            f"{name}: its layers are of {len(kinds)} kinds ({found}); the KV pool serves at most "
+            f"{name}: its layers are of {len(kinds)} kinds ({found}); the KV pool supports at most "
             f"{_MOST_KINDS}"
         )
     kinds = dict(sorted(kinds.items(), key=lambda entry: entry[0].sliding_window > 0))
-    whole = Geometry(
+    whole = CacheGeometry(
         groups=(),
         num_layers=len(layers) - len(shared),
         num_heads=max(layer.num_heads for layer in layers),

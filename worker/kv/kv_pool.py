@@ -1,12 +1,12 @@
-"""The KV memory: one zero-filled tensor, seen as blocks of each cache group.
+"""The KV memory: one zero-filled tensor, viewed as blocks of each cache group.
 
-Layout: `[block][layer][K, V][kv_head][page][head_dim]`. Block-major, so that a block is one
-contiguous run and moving it is a plain copy; keys of one head and page lie together, which is the
-fast order for attention. Block b of a group lies in chunk `b // blocks_per_chunk`; all groups see
-the same bytes, and the scheduler sees to it that a chunk belongs to one group at a time.
+Layout: `[block][layer][K, V][kv_head][page][head_dim]`. Block-major, so that a block is contiguous
+and moving it is a plain copy; the keys of one head and page are contiguous, which is the fast order
+for attention. Block b of a group is in chunk `b // blocks_per_chunk`; all groups view the same
+bytes, and the scheduler ensures that a chunk belongs to one group at a time.
 
-Owns: allocation, the views, copies of blocks within the pool. Does not own: which block belongs to
-whom (the scheduler), how many chunks there are (memory.py), copies out of the pool (swap.py).
+Owns: allocation, the views, copies of blocks within the pool. Does not own: which request a block
+belongs to (the scheduler), the number of chunks (pool_size.py), copies out of the pool (swap.py).
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import numpy as np
 import torch
 
 from protos.plan import Int32
-from worker.kv.geometry import Geometry
+from worker.kv.geometry import CacheGeometry
 
 
 class KvPool:
-    """`num_chunks` chunks, the two reserved ones included, zero-filled."""
+    """`num_chunks` zero-filled chunks, including the two reserved ones."""
 
     def __init__(
-        self, geometry: Geometry, num_chunks: int, dtype: torch.dtype, device: torch.device
+        self, geometry: CacheGeometry, num_chunks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         if dtype.itemsize != geometry.itemsize:
             raise ValueError(f"{dtype} has {dtype.itemsize} bytes, geometry {geometry.itemsize}")
         self.geometry = geometry
         self.num_chunks = num_chunks
         num_items = num_chunks * geometry.chunk_bytes // geometry.itemsize
-        # zeros, never empty: 0 * NaN of left-over memory would poison masked attention weights
+        # zeros, not `empty`: 0 * NaN from recycled memory would poison masked attention weights
         if device.type == "cpu":
             self.memory = _lazy_zeros(num_items * dtype.itemsize).view(dtype)
         else:
             self.memory = torch.zeros(num_items, dtype=dtype, device=device)
-        # per group, numbers of a block
+        # per group, items of a block
         self.block_items = [
             geometry.block_bytes(group) // geometry.itemsize for group in geometry.groups
         ]
@@ -68,7 +68,7 @@ class KvPool:
         return self.memory.numel() * self.memory.itemsize
 
     def num_blocks(self, group: int) -> int:
-        """Blocks of cache group `group`, those of the reserved chunks included."""
+        """Blocks of cache group `group`, including those of the reserved chunks."""
         return self._blocks[group].shape[0]
 
     def blocks(self, group: int) -> torch.Tensor:
@@ -78,35 +78,36 @@ class KvPool:
 
     def layer_views(self, layer_idx: int) -> tuple[int, torch.Tensor]:
         """The layer's cache group, and its pages [num_blocks, 2, num_kv_heads, page_size,
-        head_dim]: a view that is strided in the first dimension only."""
+        head_dim]: a view, strided in the first dimension only."""
         return self._layer_views[layer_idx]
 
     def copy_blocks(self, copy: Int32) -> None:
-        """Copy whole blocks, `copy` being [C, 3] (group, from block, to block).
+        """Copies whole blocks; `copy` is [C, 3] (group, from block, to block).
 
-        The pairs are independent of each other: no destination is another pair's source.
+        The pairs are independent: no destination is the source of another pair.
         """
         for source, target, size in merged_runs(copy, self.block_items):
             self.memory[target : target + size] = self.memory[source : source + size]
 
 
 def _lazy_zeros(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes] on the host, given by the system on first use: a big pool costs nothing at
-    start, and others keep the memory until it is needed. In huge pages where the system has them:
-    the KV of a request lies scattered, and small pages would cost a table walk for every one."""
-    # private: the system gives no huge pages to shared memory
+    """uint8 [num_bytes] on the host, which the system provides on first use: a big pool costs
+    nothing at start, and other processes have the memory until it is needed. In huge pages where
+    available: a request's KV is scattered, and each small page would cost a page table walk."""
+    # private: shared memory gets no huge pages
     memory = mmap.mmap(-1, max(1, num_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
 
 def merged_runs(triples: Int32, block_items: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(source, target, length) of every run that [P, 3] (group, from, to) come down to, in items.
+    """The runs (source, target, length), in items, that make up the copies [P, 3] (group, from,
+    to).
 
-    The pairs are independent of each other, so their order is free: they are taken in the order of
-    their sources, and those that follow each other on both sides are one run.
+    The pairs are independent, so their order is free: they are sorted by source, and pairs that
+    are adjacent on both sides are merged into one run.
     """
     if not len(triples):
         return

@@ -1,12 +1,11 @@
-"""Into how many cache groups the layers of a hybrid model are split, so that chunks stay small.
+"""Splits the layers of a hybrid model into cache groups, so that chunks stay small.
 
 A chunk belongs to one group at a time, and every group's blocks must tile it. With one group per
 attention type it is as large as the least common multiple of two layer counts: 260 pages for ten
-full and 52 sliding layers. Few chunks share badly: a request's last chunk of each group is mostly
-empty. More groups of fewer layers have smaller multiples; each costs a block table of its own.
+full and 52 sliding layers. Few large chunks are shared badly: a request's last chunk of each group
+is mostly empty. More groups of fewer layers have smaller multiples; each costs a block table.
 
-Pages of the two types may differ in size; then all is counted in units of which both are whole
-numbers.
+Pages of the two types may differ in size; then sizes are counted in a unit that divides both.
 
 Owns: this choice, in numbers of layers. Pure. Does not own: which layers those are (geometry.py).
 """
@@ -19,14 +18,14 @@ from dataclasses import dataclass
 from typing import Final
 
 LARGEST_SHARE: Final = 500  # a chunk is at most 1 / 500 of the pool ...
-LARGEST_CHUNK: Final = 16 * 2**20  # ... and of these bytes, or of one block of the whole model
-LARGEST_PADDING: Final = 0.03  # of the pool's bytes in slots that no layer uses, at worst
+LARGEST_CHUNK: Final = 16 * 2**20  # ... and this many bytes, or one block of the whole model
+LARGEST_PADDING: Final = 0.03  # share of the pool's bytes in unused slots, at worst
 MOST_GROUPS: Final = 16  # tables cost the scheduler time in every step
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Layer slots of one group of each attention type; 0 where the model has no such layers."""
+    """Layer slots of one group of each attention type; 0 if the model has no such layers."""
 
     full_slots: int
     sliding_slots: int
@@ -34,7 +33,7 @@ class Tiling:
 
     @property
     def units_per_chunk(self) -> int:
-        """Of the smallest chunk that blocks of both types tile."""
+        """Size of the smallest chunk that blocks of both types tile."""
         blocks = (self.full_slots * self.units[0], self.sliding_slots * self.units[1])
         return math.lcm(*(units for units in blocks if units))
 
@@ -46,9 +45,9 @@ def choose_tiling(
     pool_bytes: int,
     units: tuple[int, int] = (1, 1),
 ) -> Tiling:
-    """The fewest groups whose chunk is small enough for a pool of pool_bytes; of those the one
-    with least padding, then with the smallest chunk. Where no split makes chunks small enough, the
-    one with the smallest chunk, then the fewest groups.
+    """The split with the fewest groups whose chunk is small enough for a pool of pool_bytes; among
+    those the one with the least padding, then the smallest chunk. If no split makes chunks small
+    enough, the one with the smallest chunk, then the fewest groups.
 
     A model of one attention type has one group: its blocks tile any chunk.
     """
@@ -71,11 +70,11 @@ def choose_tiling(
 
 
 def padding_share(num_full: int, num_sliding: int, tiling: Tiling) -> float:
-    """The share of the pool's bytes that idle slots take, at worst.
+    """The share of the pool's bytes in unused slots, at worst.
 
-    A request's sliding groups never hold more tokens than its full ones. Between the two ends, no
+    A request's sliding groups never hold more tokens than its full ones. Between the extremes, no
     sliding tokens at all (long requests) and as many as full ones (short requests), the share is
-    monotone, so one of the ends is the worst.
+    monotone, so one of the extremes is the worst case.
     """
     full = -(-num_full // tiling.full_slots) * tiling.full_slots
     sliding = -(-num_sliding // tiling.sliding_slots) * tiling.sliding_slots
@@ -97,5 +96,5 @@ def _candidates(num_full: int, num_sliding: int, units: tuple[int, int]) -> Iter
 
 
 def _slots(num_layers: int) -> range:
-    """Sizes of groups worth trying: with up to 3 % padding they may exceed the layers."""
+    """Group sizes worth trying; with padding they may exceed the number of layers."""
     return range(1, num_layers + math.ceil(num_layers * 2 * LARGEST_PADDING) + 1)

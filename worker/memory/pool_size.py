@@ -1,12 +1,12 @@
-"""How much KV memory fits: what everything else needs, then whole chunks of the rest.
+"""The size of the KV pool: whole chunks of the memory that everything else leaves free.
 
-The weights are loaded when this runs, so the device's free memory already lacks them. From
-max_memory_percent of what is free come off: what a step needs (step_memory.py), and on the CPU the
-swap pool, which otherwise lies in the host's memory. What remains is the KV pool, and its size
-decides into which cache groups the layers are split (tiling.py).
+The weights are loaded when this runs, so the device's free memory excludes them. From
+max_memory_percent of the free memory are subtracted: what a step needs (step_memory.py) and, on the
+CPU, the swap pool, which is in host memory otherwise. The rest is the KV pool, and its size decides
+into which cache groups the layers are split (tiling.py).
 
 Owns: the order of these decisions, refusals with numbers, the printable plan. Does not own: the
-pools themselves (kv_pool.py, swap.py), the formulas of a step (step_memory.py).
+pools themselves (kv_pool.py, swap.py), the formulas for a step (step_memory.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from protos import link_pb2
 from protos.plan import NUM_RESERVED_CHUNKS
-from worker.kv.geometry import Geometry
+from worker.kv.geometry import CacheGeometry
 from worker.memory.step_memory import StepMemory, step_memory
 from worker.model.load import LoadedModel
 from worker.process import control_group
@@ -29,19 +29,19 @@ _MOST_SWAP: Final = 0.8  # of the host's free memory
 
 
 class OutOfMemory(ValueError):
-    """The device is too small for what is asked; the message has the numbers."""
+    """The device has too little memory for the settings; the message has the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of everything, and the sizes of both pools; `str` is a table for a person."""
+    """Bytes by use, and the sizes of both pools; `str` is a readable table."""
 
-    free: int  # on the device, the weights already loaded
-    percent: float  # of `free` that may be used
+    free: int  # on the device, with the weights loaded
+    percent: float  # share of `free` that may be used
     weights: int
     step: StepMemory
-    geometry: Geometry  # its groups suit the pool
-    num_chunks: int  # the reserved ones included
+    geometry: CacheGeometry  # with the groups that suit the pool
+    num_chunks: int  # including the reserved ones
     num_swap_chunks: int
 
     @property
@@ -54,12 +54,12 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Everything but the weights, be it on the device or in the host's memory."""
+        """Everything except the weights, on the device and in host memory."""
         return self.step.total + self.pool + self.swap
 
     @property
     def tokens(self) -> int:
-        """Tokens of all layers that the pool holds, the reserved chunks not counted."""
+        """Tokens that the pool holds, without the reserved chunks."""
         usable = (self.num_chunks - NUM_RESERVED_CHUNKS) * self.geometry.chunk_bytes
         return usable // self.geometry.model_block_bytes * self.geometry.page_size
 
@@ -92,12 +92,11 @@ def plan_memory(
     free: int | None = None,
     host_free: int | None = None,
 ) -> MemoryPlan:
-    """How many chunks both pools get, and in which groups. `attention` is the backend's name.
+    """The sizes of both pools, and the cache groups. `attention` is the backend's name.
 
-    `free` bytes are asked of the device and `host_free` of the host unless given. With num_blocks,
-    exactly that many blocks are planned; else as many as fit, but never more than
-    max_requests_per_batch requests of max_model_len tokens can use. Raises OutOfMemory, or
-    ValueError for a setting that makes no sense.
+    `free` and `host_free` (bytes) are measured unless given. With num_blocks, exactly that many
+    blocks are planned; else as many as fit, but not more than max_requests_per_batch requests of
+    max_model_len tokens can use. Raises OutOfMemory, or ValueError for an invalid setting.
     """
     is_host = loaded.device.type == "cpu"
     free = free_memory(loaded.device) if free is None else free
@@ -163,8 +162,10 @@ def _swap_bytes(configure: link_pb2.Configure, host_free: int) -> int:
     return int(space * 2**30)
 
 
-def _wanted_chunks(geometry: Geometry, loaded: LoadedModel, configure: link_pb2.Configure) -> int:
-    """Chunks that are asked for, or else as many as can be of use; the reserved ones included."""
+def _wanted_chunks(
+    geometry: CacheGeometry, loaded: LoadedModel, configure: link_pb2.Configure
+) -> int:
+    """Chunks for num_blocks if set, else as many as can be used; including the reserved ones."""
     if configure.num_blocks:
         return NUM_RESERVED_CHUNKS + geometry.chunks_for_blocks(configure.num_blocks)
     useful = configure.max_requests_per_batch * geometry.chunks_for_tokens(loaded.max_model_len)
@@ -172,17 +173,17 @@ def _wanted_chunks(geometry: Geometry, loaded: LoadedModel, configure: link_pb2.
 
 
 def weight_bytes(loaded: LoadedModel) -> int:
-    """Bytes of all parameters and buffers; tied ones count once."""
+    """Bytes of all parameters and buffers, tied ones counted once."""
     tensors = [*loaded.model.parameters(), *loaded.model.buffers()]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 def free_memory(device: torch.device) -> int:
-    """Free bytes: the driver's count on CUDA, what torch keeps for later given back; on the CPU
-    what is available without swapping, within the limits of control groups, which containers and
-    units have and psutil does not see."""
+    """Free bytes: on CUDA the driver's number, after torch has released its cache; on the CPU what
+    is available without swapping, within the limits of control groups, which psutil does not
+    know."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # a former runner's pool may be most of the device
+        torch.cuda.empty_cache()  # a former runner's pool may fill most of the device
         return int(torch.cuda.mem_get_info(device)[0])
     available = int(psutil.virtual_memory().available)
     allowed = control_group.free_memory()

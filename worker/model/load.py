@@ -1,14 +1,14 @@
 """From a model's name to a model that is ready to run: weights, dtype, device, geometry.
 
-Owns: the order of loading, what is decided on the way (dtype, device, max_model_len), and that
-whatever a foreign model makes fail is a refusal that names it. Does not own: finding or converting
-the embedded model (embedded.py), reading files (checkpoint.py), reasons for refusal
-(model_check.py, geometry.py), KV memory (memory.py, kv_pool.py).
+Owns: the order of loading, the choices in between (dtype, device, max_model_len), and that whatever
+a foreign model makes fail becomes a refusal that names it. Does not own: finding or converting the
+embedded model (embedded.py), reading files (checkpoint.py), reasons for refusal (model_check.py,
+geometry.py), KV memory (memory/, kv/).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,7 +23,7 @@ from worker.attention.interface import ATTENTION_NAME, register
 from worker.cpu_layers.deterministic import check_dense
 from worker.cpu_layers.fusing import fuse_model
 from worker.cpu_layers.packing import pack_model
-from worker.kv.geometry import Geometry, UnsupportedModel, check_layer_types, geometry_of
+from worker.kv.geometry import CacheGeometry, UnsupportedModel, check_layer_types, geometry_of
 from worker.model.adapters import adapted_classes, place_positions
 from worker.model.checkpoint import read_config, read_model
 from worker.model.embedded import resolve_model
@@ -31,10 +31,7 @@ from worker.model.model_check import check_config
 from worker.model.probe import check_step, observe, refusing
 from worker.model.rope import pin_longrope
 from worker.process import control_group
-
-__all__ = ["LoadedModel", "Progress", "UnsupportedModel", "load_folder", "load_model"]
-
-Progress = Callable[[str, float], None]  # (what is going on, share done from 0 to 1)
+from worker.process.progress import Progress
 
 _DTYPES: Final = {
     "float32": torch.float32,
@@ -45,32 +42,34 @@ _DTYPES: Final = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model in eval mode whose attention is ours, and the facts that the scheduler asks for."""
+    """A model in eval mode with our attention, and the facts that the scheduler needs."""
 
     model: PreTrainedModel
-    hidden_states: nn.Module  # the part of it that gives the last hidden states of every token
-    model_path: str  # the folder or Hub id that tokenizer and configs are read from
+    hidden_states: nn.Module  # the module that returns the last hidden states of all tokens
+    model_path: str  # the folder or Hub id for tokenizer and configs
     model_type: str
     architecture: str
     vocab_size: int  # columns of the logits
     max_model_len: int
     dtype: torch.dtype  # of weights and arithmetic
-    kv_dtype: torch.dtype  # of keys and values in the pool, and so the geometry's
+    kv_dtype: torch.dtype  # of keys and values in the pool
     device: torch.device
-    geometry: Geometry  # one group per attention type; Geometry.fitted adapts it to a pool
+    geometry: (
+        CacheGeometry  # one group per attention type; CacheGeometry.fitted adapts it to a pool
+    )
 
     @property
     def num_embeddings(self) -> int:
-        """Rows of the input embedding: some tokenizers know tokens past it."""
+        """Rows of the input embedding; some tokenizers have tokens beyond it."""
         weight: torch.Tensor = self.model.get_input_embeddings().weight  # type: ignore[assignment]
         return len(weight)
 
 
 def load_model(configure: link_pb2.Configure, progress: Progress) -> LoadedModel:
-    """Load what `configure.model` names: the embedded model's alias, a folder or a Hub id.
+    """Loads the model that `configure.model` names: by alias, folder or Hub id.
 
-    Raises UnsupportedModel (a ValueError) for a model that cannot be served, ValueError for a
-    setting that it does not have, OSError where it cannot be found or read.
+    Raises UnsupportedModel (a ValueError) for a model that cannot be served, ValueError for an
+    invalid setting, OSError if it cannot be found or read.
     """
     with _refusing(configure.model):
         path = resolve_model(configure.model, progress)
@@ -148,8 +147,8 @@ def _load_folder(path: str, configure: link_pb2.Configure, progress: Progress) -
 
 @contextmanager
 def _refusing(path: str) -> Iterator[None]:
-    """What a model or its files make fail would fail again: a refusal, whatever its type. Memory
-    that is short and devices that fail stay what they are, for they are not the model's fault."""
+    """Turns whatever a model or its files make fail into a refusal, as it would fail again. Lack of
+    memory and device errors pass unchanged, for they are not the model's fault."""
     try:
         yield
     except (UnsupportedModel, OSError, ImportError, torch.OutOfMemoryError):
@@ -157,7 +156,7 @@ def _refusing(path: str) -> Iterator[None]:
     except MemoryError as error:
         raise MemoryError(_short_of_memory(path, error)) from error
     except ValueError as error:
-        # these say what is wrong; those of parsers name no file
+        # ours say what is wrong; those of parsers name no file
         if type(error) is ValueError or type(error).__module__.startswith(f"{__package__}."):
             raise
         raise UnsupportedModel(f"{path}: {type(error).__name__}: {error}") from error
@@ -178,8 +177,8 @@ def _short_of_memory(path: str, error: Exception) -> str:
     if allowed is not None and allowed < free:
         free = allowed
     return (
-        f"{path}: memory is too small for it: {error or 'an allocation failed'}; "
-        f"{free / 2**30:,.1f} of {total / 2**30:,.1f} GiB may be used"
+        f"{path}: not enough memory: {error or 'an allocation failed'}; "
+        f"{free / 2**30:,.1f} of {total / 2**30:,.1f} GiB are available"
     )
 
 
@@ -221,12 +220,12 @@ def _dtype(wanted: str, text_config: Any, device: torch.device) -> torch.dtype:
 def kv_dtype_of(
     wanted: str, dtype: torch.dtype, device: torch.device, weight_format: str
 ) -> torch.dtype:
-    """What keys and values are stored in, by the setting kv_cache_dtype.
+    """The dtype in which keys and values are stored, by the setting kv_cache_dtype.
 
-    "" and auto: what the model computes in, `dtype`; but float16 beside packed int8 weights
-    (packing.py serves them in float32 on the CPU alone), where answers are approximate by choice,
-    memory holds twice as many tokens, and reading float32 keys and values would be a large part of
-    a decode step. Raises ValueError for what is no such dtype.
+    "" and auto: the dtype the model computes in; but float16 with packed int8 weights (which exist
+    for float32 on the CPU only), where answers are approximate anyway, memory then holds twice as
+    many tokens, and reading float32 keys and values would be a large part of a decode step. Raises
+    ValueError for any other value.
     """
     if wanted in ("", "auto"):
         is_int8 = weight_format == "int8" and (device.type, dtype) == ("cpu", torch.float32)
@@ -237,8 +236,7 @@ def kv_dtype_of(
 
 
 def _max_model_len(wanted: int, text_config: Any) -> int:
-    """The smaller of what is asked for (0 = all) and what the model has; 0 where neither is
-    known."""
+    """The setting, or the model's length where it is 0; 0 if that is unknown."""
     if wanted < 0:
         raise ValueError(f"max_model_len is {wanted}; it must be at least 1, or 0 for the model's")
     longest = getattr(text_config, "max_position_embeddings", None)
@@ -246,7 +244,7 @@ def _max_model_len(wanted: int, text_config: Any) -> int:
         return wanted
     if wanted > longest:
         raise ValueError(
-            f"max_model_len is {wanted}, but {text_config.model_type} reaches {longest} positions "
+            f"max_model_len is {wanted}, but {text_config.model_type} has {longest} positions "
             f"(max_position_embeddings)"
         )
     return wanted or int(longest)

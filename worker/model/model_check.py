@@ -1,7 +1,7 @@
-"""What keeps a model from being served, found before its weights are read: by its configuration.
+"""Refuses models by their configuration, before weights are read.
 
-Owns: reasons for refusal other than layer types (geometry.py), `deterministic` (deterministic.py)
-and those that only a forward shows (probe.py). Every refusal is an UnsupportedModel that names the
+Owns: all such reasons except layer types (geometry.py), `deterministic` (deterministic.py) and
+those that only a forward shows (probe.py). Every refusal is an UnsupportedModel that names the
 model and the reason.
 """
 
@@ -14,7 +14,7 @@ from worker.kv.geometry import UnsupportedModel
 
 
 def check_config(text_config: Any) -> None:
-    """Refuse what the configuration alone rules out. Raises UnsupportedModel."""
+    """Raises UnsupportedModel for what the configuration alone rules out."""
     for reason in _reasons(text_config):
         raise UnsupportedModel(f"{text_config.model_type}: {reason}")
 
@@ -22,7 +22,7 @@ def check_config(text_config: Any) -> None:
 def _reasons(config: Any) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder; only decoders are served"
-    # Gemma 4's "vision" concerns the tokens of an image, which never come here
+    # Gemma 4's "vision" concerns image tokens, which are never passed here
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         yield (
             f"use_bidirectional_attention is {config.use_bidirectional_attention!r}; a KV cache "
@@ -31,7 +31,7 @@ def _reasons(config: Any) -> Iterator[str]:
     if getattr(config, "is_causal", True) is False:
         yield "is_causal is False; a KV cache needs causal attention"
     for rope_type in _rope_types(config):
-        if "dynamic" in rope_type:  # longrope has the same flaw, but can be pinned: rope.py
+        if "dynamic" in rope_type:  # longrope has the same problem, but can be pinned: rope.py
             yield (
                 f"its RoPE is {rope_type!r}: its frequencies follow the longest request of a "
                 f"batch, so one long request would change the answers of its neighbours; set "

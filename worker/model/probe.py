@@ -1,22 +1,22 @@
-"""What a loaded model really does, seen in small forwards before it serves anyone.
+"""What a loaded model really does, observed in small forwards before it serves anyone.
 
-A configuration promises layers, heads and windows; some models do otherwise, or say nothing. So
-the KV cache is laid out by what layers are seen to ask of their attention. What does not fit a
-paged cache is refused by name and reason:
+A configuration states layers, heads and windows; some models do otherwise, or state nothing. So the
+KV cache is laid out by the observed attention calls of the layers. What does not fit a paged cache
+is refused by name and reason:
 
 - every layer of the model must call transformers' attention interface exactly once (some families
-  never do, and would run "fine" without a KV cache, with garbage as result), with keys and values
-  of one shape;
-- it must see all tokens before it, or those of a window. Under our attention models make no masks,
-  and not all of them name their window in the call, or mean what they name. While the probe looks,
-  a mask function is registered that keeps each mask's rule: a function of two positions. It is
-  asked about positions up to the model's limit, so a window of any size shows in a forward of three
-  tokens;
-- a step's tokens form one flat sequence, so nothing but attention may mix them, and positions must
-  be those that the step gives: a request must give the same wherever it stands in a step.
+  never do, and would run "fine" without a KV cache, producing garbage), with keys and values of one
+  shape;
+- every token must attend to all tokens before it, or to a window. With our attention models make no
+  masks, and not all of them pass their window in the call, or mean what they pass. So while the
+  model is observed, a registered mask function records each mask's rule, a function of two
+  positions. The rule is evaluated at positions up to the model's limit, so that a forward of three
+  tokens reveals a window of any size;
+- a step's tokens form one flat sequence, so nothing but attention may mix them, and the model must
+  use the step's positions: a request's result must be the same wherever it is in a step.
 
-Owns: these looks. Does not own: what the configuration alone rules out (model_check.py), arithmetic
-of memory (geometry.py).
+Owns: these checks. Does not own: what the configuration alone rules out (model_check.py),
+arithmetic of memory (geometry.py).
 """
 
 from __future__ import annotations
@@ -28,22 +28,17 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from worker.attention.interface import (
-    AttentionCall,
-    UnservedAttention,
-    answering,
-    layer_index,
-)
+from worker.attention.interface import AttentionCall, StandIn, UnservedAttention, answering
 from worker.kv.geometry import SLIDING_ATTENTION, LayerShape, UnsupportedModel, layer_kinds
 from worker.model.watching import Masks, last_module_found, masks_made, weights_watched
 from worker.step.forward import run_model
 
 _TOKENS: Final = 3
-# Of the largest value. The same request at another place of a forward: sums in another order; and
-# in 16 bits a router may take another expert for it.
+# Relative to the largest value. The same request at another place of a forward has its sums in
+# another order; and in 16 bits a router may choose another expert.
 _TOLERANCES: Final = {torch.float32: 1e-3, torch.float64: 1e-9}
 _TOLERANCE_16_BITS: Final = 0.25
 _FAILURES: Final = (
@@ -59,17 +54,17 @@ _FAILURES: Final = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observed:
-    """What was seen of a model."""
+    """Facts observed in a model's forward."""
 
     layers: tuple[LayerShape, ...]
-    shared_layers: Mapping[int, int]  # layers that attend with another one's keys and values
-    hidden_states: nn.Module  # the last module that gives something for every token
-    read_weights: frozenset[nn.Module]  # linear layers whose weight others read: not to be packed
+    shared_layers: Mapping[int, int]  # layers that use another layer's keys and values
+    hidden_states: nn.Module  # the last module with an output for every token
+    read_weights: frozenset[nn.Module]  # linear layers whose weight others read: never packed
     vocab_size: int  # columns of the logits
 
 
 def observe(model: PreTrainedModel, max_model_len: int) -> Observed:
-    """Look at a model that is loaded with our attention; `max_model_len` 0: not known.
+    """Observes a model that is loaded with our attention; `max_model_len` 0: unknown.
 
     Raises UnsupportedModel.
     """
@@ -103,10 +98,10 @@ def observe(model: PreTrainedModel, max_model_len: int) -> Observed:
 
 
 def check_step(model: PreTrainedModel, observed: Observed, max_model_len: int) -> None:
-    """Run what a step runs, as it will be run, without masks: a request first and last in one flat
-    sequence, with another one between them that stands at the model's last positions; and again
-    first, before others. It must give the same each time. All sequences are as long: kernels may
-    round by the shape of a batch. Raises UnsupportedModel."""
+    """Runs the model as steps will, without masks: a request first and last in one flat sequence,
+    with another one between them at the model's last positions; and once more first, before others.
+    Its results must be the same each time. All sequences have the same length, because rounding may
+    depend on the shape of a batch. Raises UnsupportedModel."""
     name = str(model.config.model_type)
     one, other = _token_ids(model).chunk(2)
     begin = torch.arange(_TOKENS, device=model.device)
@@ -150,15 +145,15 @@ def check_step(model: PreTrainedModel, observed: Observed, max_model_len: int) -
             )
 
 
-def _token_ids(model: PreTrainedModel) -> torch.Tensor:
-    """Of two requests: the last ones, because the first ones may be padding."""
+def _token_ids(model: PreTrainedModel) -> Tensor:
+    """Tokens of two requests: the last of the vocabulary, because the first may be padding."""
     count = getattr(model.get_input_embeddings(), "num_embeddings", 2 * _TOKENS)
     return torch.arange(count - 2 * _TOKENS, count, device=model.device).clamp(min=0)
 
 
 @contextmanager
 def refusing(name: str) -> Iterator[None]:
-    """Whatever a foreign model raises becomes a refusal that names the model and the error."""
+    """Turns whatever a foreign model raises into a refusal that names the model and the error."""
     try:
         yield
     except (UnsupportedModel, torch.OutOfMemoryError):
@@ -177,29 +172,22 @@ def refusing(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    module: nn.Module
-    query: torch.Tensor  # kept: a tensor that is gone leaves its address to another one
-    key: torch.Tensor
-    value: torch.Tensor
+    query: Tensor  # kept alive: the address of a freed tensor may be reused
+    key: Tensor
+    value: Tensor
     call: AttentionCall
-    window: int | None  # of its mask, 0 for none; None: it has no mask, or one that does not say
+    window: int | None  # by its mask, 0 for none; None: no mask, or one that does not tell
 
 
-class _Seen:
-    """Answers attention calls with a mix of their arguments, and keeps them."""
+class _Seen(StandIn):
+    """Records the attention calls of a forward."""
 
     def __init__(self, masks: Masks) -> None:
         self.calls: list[_Call] = []
         self._masks = masks
 
-    def attend_layer(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        module = call.module
         kind = type(module).__name__
         shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
         _, num_heads, num_tokens, head_dim = shapes[0]
@@ -222,10 +210,8 @@ class _Seen:
         elif self._masks.are_made and getattr(module, "is_causal", True) is False:
             raise UnservedAttention(f"the attention of {kind} is not causal, and has no mask")
         assert not isinstance(window, str)
-        self.calls.append(_Call(module, query, key, value, call, window))
-        grouped = query.shape[1] // key.shape[1]
-        mixed = value + 0.1 * key
-        return (mixed.repeat_interleave(grouped, dim=1) + 0.1 * query).transpose(1, 2).contiguous()
+        self.calls.append(_Call(query, key, value, call, window))
+        return super().attend(query, key, value, call)
 
 
 def _plain(shape: tuple[int, ...]) -> str:
@@ -234,16 +220,16 @@ def _plain(shape: tuple[int, ...]) -> str:
 
 
 def _layers(name: str, model: PreTrainedModel, seen: _Seen) -> list[_Call]:
-    """The one call of every layer, by index. Layers are the list of modules that callers are in."""
+    """The one call of every layer, by index. Layers are those of the lists that contain callers."""
     paths = {module: path for path, module in model.named_modules()}
     lists: dict[str, int] = {}  # of layers that called: its path, its length
-    for call in seen.calls:
-        found = re.match(r"(.*?)\.\d+\.", paths.get(call.module, ""))
+    for seen_call in seen.calls:
+        found = re.match(r"(.*?)\.\d+\.", paths.get(seen_call.call.module, ""))
         if found is not None:
             holder = model.get_submodule(found[1])
             lists[found[1]] = len(holder) if isinstance(holder, nn.ModuleList) else 0
     num_layers = sum(lists.values()) or _promised_layers(model)
-    by_index = {layer_index(call.module): call for call in seen.calls}
+    by_index = {seen_call.call.layer: seen_call for seen_call in seen.calls}
     if len(seen.calls) != num_layers or sorted(by_index) != list(range(num_layers)):
         raise UnsupportedModel(
             f"{name}: it has {num_layers} hidden layers, but its attention was called "
@@ -272,7 +258,7 @@ def _shape_of(name: str, index: int, seen: _Call, max_model_len: int) -> LayerSh
 
 
 def _shared_layers(layers: list[_Call]) -> dict[int, int]:
-    """Layers that attend with keys and values of an earlier one: the same tensors."""
+    """Layers that use the keys and values of an earlier layer, the same tensors -> that layer."""
     owners: dict[tuple[int, int], int] = {}
     shared = {}
     for index, seen in enumerate(layers):
@@ -289,8 +275,8 @@ def _check_against(
     shared: Mapping[int, int],
     max_model_len: int,
 ) -> None:
-    """What transformers' own caches would do by the configuration must agree with what is seen:
-    else there is no telling what the model was meant to compute."""
+    """Checks that the observations agree with what transformers' own caches would do by the
+    configuration: else it is unclear what the model is meant to compute."""
     promised = getattr(text_config, "num_kv_shared_layers", None) or 0
     if promised != len(shared):
         raise UnsupportedModel(

@@ -1,12 +1,12 @@
-"""Rotary embeddings that would follow the longest request of a batch are pinned to one length.
+"""Pins rotary embeddings that depend on the longest request of a batch to one length.
 
-longrope has two sets of frequencies, and transformers picks one per forward, from the longest
-position in it. All requests of a step are one flat sequence, so one long request would change what
-its neighbours compute, and keys already written would no longer fit. Here one set is chosen at
-load: the long one where max_model_len exceeds the length that the model was first trained with,
-as transformers does for a request of max_model_len tokens.
+longrope has two sets of frequencies, and transformers picks one per forward, by its largest
+position. All requests of a step are one flat sequence, so one long request would change the results
+of its neighbours, and keys already stored would no longer match. Here one set is chosen at load:
+the long one if max_model_len exceeds the length that the model was first trained with, as
+transformers does for a request of max_model_len tokens.
 
-Owns: finding such embeddings, choosing, proving that the choice holds. Does not own: dynamic RoPE,
+Owns: finding such embeddings, the choice, the proof that it holds. Does not own: dynamic RoPE,
 which has a continuum of frequencies and is refused (model_check.py).
 """
 
@@ -22,14 +22,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from worker.kv.geometry import UnsupportedModel
 
 LONGROPE: Final = "longrope"
-_NOT_UPDATED: Final = "default"  # the kind that transformers leaves alone in a forward
+_NOT_UPDATED: Final = "default"  # a kind that transformers does not update in a forward
 
 
 def pin_longrope(model: PreTrainedModel, max_model_len: int) -> None:
-    """Fix the frequencies of every longrope embedding to those for max_model_len tokens.
+    """Sets the frequencies of every longrope embedding to those for max_model_len tokens.
 
-    Raises UnsupportedModel where a model's embedding still depends on the batch, or computes
-    something else than transformers for a request of that length.
+    Raises UnsupportedModel if an embedding still depends on the batch, or differs from transformers
+    for a request of that length.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -69,8 +69,8 @@ def _check(
     sample: torch.Tensor,
     name: str,
 ) -> None:
-    """The pinned embedding gives what transformers gave for all positions together, and the same
-    for the first ones by themselves."""
+    """The pinned embedding must return what transformers returned for all positions together, and
+    the same for the first ones alone."""
     with torch.inference_mode():
         together = module(sample, positions, **options)
         alone = module(sample, positions[:, :2], **options)

@@ -1,7 +1,7 @@
-"""Ways to watch a model while one small forward runs: its masks, its modules, its weights.
+"""Ways to watch a model during one small forward: its masks, its modules, its weights.
 
-Each is a context manager that leaves the model as it was. Owns: what is put in place for watching.
-Does not own: what is concluded from it (probe.py).
+Each is a context manager that leaves the model unchanged. Owns: hooks and replacements for
+watching. Does not own: conclusions (probe.py).
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from transformers.pytorch_utils import Conv1D
 from worker.attention.interface import ATTENTION_NAME
 from worker.step.forward import first_tensor
 
-_LONGEST_MASK: Final = 2**20  # positions that a mask's rule is asked about
+_LONGEST_MASK: Final = 2**20  # positions at which a mask's rule is evaluated
 
 
 class Masks:
-    """The masks that a model made, each with what its rule says."""
+    """The masks that a model made, and the window that each implements."""
 
     def __init__(self, are_made: bool = True) -> None:
         self.are_made = are_made  # False in a step, which has no masks
-        # kept, because a tensor that is gone leaves its address to another one
+        # kept alive, because the address of a freed tensor may be reused
         self._made: list[tuple[torch.Tensor, int | str | None]] = []
 
     def add(self, mask: torch.Tensor, window: int | str | None) -> None:
         self._made.append((mask, window))
 
     def window_of(self, mask: torch.Tensor) -> int | str | None:
-        """Of a mask, or of a view of one: its window, 0 for none, None where it does not say; or
-        what is wrong with it."""
+        """The window of a mask or of a view of one: 0 for none, None where its rule does not tell;
+        or what is wrong with it."""
         address = mask.untyped_storage().data_ptr()
         for made, window in self._made:
             if made.untyped_storage().data_ptr() == address:
@@ -44,7 +44,7 @@ class Masks:
 
 @contextmanager
 def masks_made(max_model_len: int) -> Iterator[Masks]:
-    """While this holds, models make masks for our attention, each from a rule that is kept."""
+    """Inside, models make masks for our attention, and the window of each is recorded."""
     made = Masks()
     reach = max(8, min(max_model_len or 4096, _LONGEST_MASK))
 
@@ -55,7 +55,7 @@ def masks_made(max_model_len: int) -> Iterator[Masks]:
         device: torch.device | str = "cpu",
         **_: Any,
     ) -> torch.Tensor:
-        rows = torch.arange(q_length, device=device)  # rules may hold tensors of the model's device
+        rows = torch.arange(q_length, device=device)  # rules may use tensors of the model's device
         mask = _visible(mask_function, rows, kv_length)[None, None].clone()
         made.add(mask, _window_of(mask_function, reach, kv_length, device))
         return mask
@@ -74,8 +74,8 @@ def _window_of(
     device: torch.device | str = "cpu",
 ) -> int | str | None:
     """The window of a mask's rule among `reach` positions, 0 for none; or what is wrong with it.
-    None for a rule that looks the forward's own kv_length tokens up, which of an image there are,
-    say, and lets them see what is before them: it says nothing of windows."""
+    None for a rule that looks up the forward's own kv_length tokens (which belong to an image, for
+    example) and shows them all earlier ones: it implies nothing about windows."""
     try:
         return _window_among(mask_function, reach, device)
     except (IndexError, RuntimeError):
@@ -100,7 +100,7 @@ def _window_among(
 
 
 def _visible(mask_function: Callable[..., Any], rows: torch.Tensor, columns: int) -> torch.Tensor:
-    """bool [rows, columns] of the rule: what a query at each of these positions sees."""
+    """bool [rows, columns]: whether a query at each of `rows` sees each column, by the rule."""
     zero = rows.new_zeros(1, 1, 1, 1)
     every = torch.arange(columns, device=rows.device)[None, None, None]
     visible = mask_function(zero, zero, rows[None, None, :, None], every)
@@ -109,9 +109,9 @@ def _visible(mask_function: Callable[..., Any], rows: torch.Tensor, columns: int
 
 @contextmanager
 def last_module_found(model: nn.Module, num_tokens: int) -> Iterator[list[nn.Module]]:
-    """Gives a list that holds, after a forward of num_tokens tokens, the last module to end that
-    gave something for every token: where hidden states come from, whatever a family calls it, and
-    whichever modules its forward passes by. Empty if there is none."""
+    """Yields a list that contains, after a forward of num_tokens tokens, the module that ended last
+    with an output for every token: the source of hidden states, whatever a family calls it, and
+    whichever modules its forward skips. Empty if there is none."""
     found: list[nn.Module] = []
 
     def after(module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -132,8 +132,8 @@ def last_module_found(model: nn.Module, num_tokens: int) -> Iterator[list[nn.Mod
 
 @contextmanager
 def weights_watched(model: nn.Module) -> Iterator[set[nn.Module]]:
-    """Gives the set of linear layers whose weight is read by others than themselves: a router that
-    looks up its own dtype, or multiplies by hand. Packed, they would have none to give."""
+    """Yields the set of linear layers whose weight is read from outside, by a router that looks up
+    its dtype or multiplies by hand, for example. Packed, they would have none."""
     read: set[nn.Module] = set()
     kinds: dict[type[nn.Module], type[nn.Module]] = {
         kind: _watching(kind, read) for kind in (nn.Linear, Conv1D)

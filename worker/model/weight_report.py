@@ -1,19 +1,19 @@
 """Which differences between a checkpoint's tensors and a model's are harmless. Pure but for the
 model's names.
 
-A tensor that the model has and the file lacks is refused, and so is one of another shape: the model
-would compute with random numbers. A tensor that only the file has is refused too, for something
-that the weights were trained with would be left out: a scale, a bias, a norm, a layer. Exceptions,
-beside those that transformers itself makes for a family (_keys_to_ignore_on_load_*, tied weights):
+A tensor that is missing in the file is refused, and so is one of another shape: the model would
+compute with random numbers. A tensor that only the file has is refused too, because something that
+the weights were trained with would be ignored: a scale, a bias, a norm, a layer. Exceptions,
+besides those that transformers itself makes for a family (_keys_to_ignore_on_load_*, tied weights):
 
 - buffers that are computed and were saved by older versions: rotary frequencies, position ids,
   causal masks;
-- whole parts beside the decoder, told by their names: towers and projectors of other modalities,
+- whole parts outside the decoder, recognised by name: towers and projectors of other modalities,
   heads of other tasks (score, v_head, ...), layers that predict further tokens (mtp, eagle, ...);
-  inside a decoder layer nothing is excepted;
-- layers of such a predictor behind the last one, as many as num_nextn_predict_layers says.
+  inside a decoder layer there are no exceptions;
+- layers of such a predictor after the last one, num_nextn_predict_layers of them.
 
-Owns: this rule, and the words of the refusal. Does not own: reading files (checkpoint.py).
+Owns: this rule, the wording of the refusal. Does not own: reading files (checkpoint.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NAMED: Final = 4  # tensors of each kind
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What transformers tells of a load; names are those of the model, where it knows one."""
+    """What transformers reports about a load; by the model's names, where it has them."""
 
     missing: frozenset[str]
     unexpected: frozenset[str]
@@ -53,8 +53,8 @@ class Report:
 
 
 def check_report(model: PreTrainedModel, report: Report, shapes: Mapping[str, Shape]) -> None:
-    """Raises UnsupportedModel that names the tensors of every difference that is not harmless.
-    `shapes` are those of the file's tensors."""
+    """Raises UnsupportedModel that names the tensors of every harmful difference. `shapes` are
+    those of the file's tensors."""
     missing = sorted(name for name in report.missing if not _COMPUTED.search(name))
     unexpected = sorted(
         name
@@ -85,7 +85,7 @@ def is_mask(name: str, shape: Shape) -> bool:
 
 
 def _is_beside(name: str, model: PreTrainedModel) -> bool:
-    """Whether it belongs to a part that this model lacks as a whole, and does not need."""
+    """Whether the tensor belongs to a part that this model entirely lacks, and does not need."""
     module: nn.Module = model
     parts = name.split(".")
     for place, part in enumerate(parts):
@@ -122,7 +122,7 @@ def _advice(missing: list[str], unexpected: list[str], shapes: Mapping[str, Shap
 
 
 def _other_prefix(missing: list[str], others: list[str]) -> str:
-    """What stands before the missing names in the file, if anything does."""
+    """The prefix of the missing names in the file, if there is one."""
     wanted = set(missing)
     for name in others:
         for place, letter in enumerate(name):

@@ -1,9 +1,9 @@
 """The thread that waits for steps and sends their results, while the next step is launched.
 
-Everything that a session is told about steps goes through here, faults too, so that it comes in
-the order of the plans.
+All messages about steps, faults too, go through this thread, so that they are sent in the order of
+the plans.
 
-Owns: that order, and what the heartbeats say is running. Does not own: launching (loop.py).
+Owns: that order, and which step heartbeats report. Does not own: launching (loop.py).
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from typing import Protocol
 
 from protos.plan import StepResult
 from worker.process.device_failure import DeviceFailed
-from worker.process.link import Link, Session
+from worker.process.link import SchedulerLink
+from worker.process.session import Session
 
 logger = logging.getLogger(__name__)
 
 
-class Launched(Protocol):
-    """A step that has begun on the device."""
+class LaunchedStep(Protocol):
+    """A step that runs on the device, or has finished there."""
 
     def wait(self) -> StepResult: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    launched: Launched
+    launched: LaunchedStep
     queue_microseconds: int
 
 
@@ -42,34 +43,36 @@ class _Fault:
 
 
 class Completion:
-    """For one session. `finish` must be called before another session begins."""
+    """The completion thread of one session. `finish` must be called before the next one begins."""
 
-    def __init__(self, link: Link, session: Session) -> None:
+    def __init__(self, link: SchedulerLink, session: Session) -> None:
         self._link = link
         self._session = session
         self._queue: queue.SimpleQueue[_Step | _Fault | None] = queue.SimpleQueue()
         self._running: deque[int] = deque()  # step ids, the oldest first
-        self._lock = threading.Lock()  # what runs and what the heartbeats say change together
+        self._lock = threading.Lock()  # _running and the link's busy state change together
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="completion", daemon=True)
         self._thread.start()
 
     def begin(self, step_id: int) -> None:
-        """The step is about to be launched."""
+        """To be called before the step is launched."""
         with self._lock:
             self._running.append(step_id)
-            self._say_what_runs()
+            self._report_busy()
 
-    def add(self, launched: Launched, queue_microseconds: int) -> None:
-        """The step that `begin` named last is launched; it waited so long before."""
+    def add(self, launched: LaunchedStep, queue_microseconds: int) -> None:
+        """Adds the step that `begin` named last, now launched; `queue_microseconds` is the time
+        from its arrival to the launch."""
         self._queue.put(_Step(launched, queue_microseconds))
 
     def fault(self, step_id: int, error: str) -> None:
-        """The step has failed, or was never begun; said once all earlier ones are answered."""
+        """Reports that a step failed, or was never launched, after the results of all earlier
+        steps."""
         self._queue.put(_Fault(step_id, error))
 
     def finish(self) -> None:
-        """Waits until everything is answered. Raises DeviceFailed."""
+        """Waits until every step is answered. Raises DeviceFailed."""
         self._queue.put(None)
         self._thread.join()
         if self._failure is not None:
@@ -80,7 +83,7 @@ class Completion:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             if self._failure is not None:
-                continue  # what was launched upon the failed step means nothing
+                continue  # steps launched after the failed one rest on its results
             if isinstance(item, _Fault):
                 self._end(item.step_id)
                 self._session.send_fault(item.step_id, item.error)
@@ -90,7 +93,7 @@ class Completion:
             except Exception as error:
                 logger.critical("a launched step failed: %s", error, exc_info=error)
                 self._failure = error
-                # ends the session, too
+                # this also ends the session
                 self._link.close(f"the device failed: {error}", is_failure=True)
                 continue
             self._end(result.step_id)
@@ -102,9 +105,9 @@ class Completion:
         with self._lock:
             if step_id in self._running:
                 self._running.remove(step_id)
-            self._say_what_runs()
+            self._report_busy()
 
-    def _say_what_runs(self) -> None:
+    def _report_busy(self) -> None:
         if self._running:
             self._link.set_busy("step", self._running[0])
         else:

@@ -1,13 +1,13 @@
-"""What a container or a unit may use of the machine: Linux's control groups, both versions.
+"""Memory and CPU limits of the process: Linux's control groups, both versions.
 
-A process is in a group, and every group above it limits it too: a systemd unit in a slice, a
-container in a pod. What the least of them leaves is what there is. Page cache counts in a group's
-memory, but the kernel gives it up before a limit is hit: a checkpoint that was just read is most of
-it, and that of one which was read before, after a restart, counts as active.
+A process is in a group, and every group above limits it too: a systemd unit in a slice, a container
+in a pod. The tightest of them counts. Page cache counts towards a group's memory, but the kernel
+reclaims it before a limit is hit: mostly it is a checkpoint that was just read, or, after a
+restart, one read before, which counts as active.
 
 Owns: reading /proc/self/cgroup, /proc/self/mountinfo and what is mounted there. Does not own: what
-is done with it (memory.py, __main__.py). Standard library only. `root` is the file system's; tests
-have one of their own.
+follows from the limits (pool_size.py, __main__.py). Standard library only. `root` is the root of
+the file system; tests make their own.
 """
 
 from __future__ import annotations
@@ -18,27 +18,19 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 _ROOT: Final = Path("/")
-_UNLIMITED: Final = 2**60  # version 1 writes "none" as the largest number of pages
+_UNLIMITED: Final = 2**60  # version 1 expresses "none" as the largest number of pages
 
 
 def free_memory(root: Path = _ROOT) -> int | None:
-    """Bytes that the process may take before a limit is hit; None where there is no limit."""
-    left = [
-        *_left(root, "", ("memory.max", "memory.high"), "memory.current", ""),
-        *_left(
-            root,
-            "memory",
-            ("memory.limit_in_bytes",),
-            "memory.usage_in_bytes",
-            "total_",
-        ),
-    ]
-    return min(left, default=None)
+    """Bytes that the process may allocate before a limit is hit; None if there is no limit."""
+    version_2 = _left(root, "", ("memory.max", "memory.high"), "memory.current", "")
+    version_1 = _left(root, "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
+    return min([*version_2, *version_1], default=None)
 
 
 def usable_threads(wanted: int, root: Path = _ROOT) -> int:
-    """`wanted`, or as many as the quota of CPU time lets run at once, if that is less. More would
-    be stopped together for a part of every period."""
+    """`wanted`, or as many threads as the CPU quota lets run at once, if that is less. More would
+    be throttled together for a part of every period."""
     quotas = [*_quotas(root)]
     return min([wanted, *(max(1, math.ceil(quota)) for quota in quotas)])
 
@@ -60,7 +52,7 @@ def _left(
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """CPUs that a group's time is worth."""
+    """The number of CPUs that each group's quota is worth."""
     for group in _groups(root, ""):
         quota, _, period = _text(group / "cpu.max").partition(" ")
         if quota.isdecimal() and period.isdecimal() and int(period):
@@ -72,8 +64,8 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of the process's group and of all above it, "" for version 2. Folders that are not
-    there are left out by who reads them."""
+    """Folders of the process's group and of all above it; `controller` "" for version 2. Some may
+    not exist."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -90,8 +82,8 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 def _mounts(
     root: Path, controller: str, controllers: str
 ) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Where the controller's tree is mounted, and the path of the group that it begins at: within a
-    container that may be the container's own group, while paths are the host's."""
+    """Where the controller's tree is mounted, and the path of its topmost group: inside a container
+    that may be the container's own group, while paths are the host's."""
     is_known = False
     for line in _text(root / "proc/self/mountinfo").splitlines():
         mount, _, kind = line.partition(" - ")
@@ -116,7 +108,7 @@ def _text(file: Path) -> str:
 
 
 def _number(file: Path) -> int | None:
-    """None for what is not there, or "max"."""
+    """None for a missing file, or "max"."""
     try:
         return int(_text(file))
     except ValueError:

@@ -1,6 +1,6 @@
-"""The keys of an encrypted link (CURVE), which a tcp address needs.
+"""The keys of an encrypted link (CURVE), which tcp addresses need.
 
-Two environment variables name key files as `zmq.auth.create_certificates` writes them, both or
+Two environment variables name key files as `zmq.auth.create_certificates` writes them; set both or
 neither:
 
     CHAIRLIFT_CURVE_KEY_FILE         this worker's own secret key (NAME.key_secret)
@@ -19,14 +19,14 @@ from zmq.auth import load_certificate
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    public: bytes  # Z85, as zmq takes them
+    public: bytes  # Z85, as zmq expects them
     secret: bytes
     server: bytes
 
     @staticmethod
     def from_environment(environment: Mapping[str, str] = os.environ) -> CurveKeys | None:
-        """None where neither variable is set. Raises ValueError for one without the other,
-        OSError or ValueError for a file that cannot be read."""
+        """None if neither variable is set. Raises ValueError for one without the other, OSError
+        or ValueError for a file that cannot be read."""
         own = environment.get("CHAIRLIFT_CURVE_KEY_FILE")
         server = environment.get("CHAIRLIFT_CURVE_SERVER_KEY_FILE")
         if not own and not server:
@@ -36,5 +36,5 @@ class CurveKeys:
             raise ValueError(f"{absent} is not set; CURVE needs both key files")
         public, secret = load_certificate(Path(own))
         if secret is None:
-            raise ValueError(f"CHAIRLIFT_CURVE_KEY_FILE {own} holds no secret key")
+            raise ValueError(f"CHAIRLIFT_CURVE_KEY_FILE {own} contains no secret key")
         return CurveKeys(public=public, secret=secret, server=load_certificate(Path(server))[0])

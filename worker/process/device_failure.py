@@ -1,5 +1,5 @@
-"""The error after which a worker must end. A file of its own, so that knowing it needs no torch."""
+"""The error after which a worker must exit. In a file of its own, which does not import torch."""
 
 
 class DeviceFailed(Exception):
-    """A step that was begun has failed on the device, which cannot be trusted with another one."""
+    """A launched step has failed on the device, which cannot be trusted to run another one."""

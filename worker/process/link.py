@@ -1,15 +1,15 @@
-"""The worker's end of the link: a DEALER socket, owned by one I/O thread.
+"""The worker's end of the link to the scheduler: a DEALER socket, owned by one I/O thread.
 
-The thread says Hello, takes the Configure that answers it, beats the heart while the main thread
-loads or computes, and hands plans over. What belongs to one Hello/Configure pair is a `Session`.
-A session is over when the scheduler says Bye, closes its socket, turns up with another boot_id,
-or is silent for `peer_timeout`; the thread then says Hello anew on a new socket, under a new
-worker_boot_id, so that nothing of the old session can reach the new one. After a Bye, which often
-means that another worker took over, it stands by: every STANDBY_SECONDS it offers itself by a Hello
-that counts only while the scheduler has nobody, until a Configure comes.
+The thread sends Hello, receives the Configure that answers it, sends heartbeats while the main
+thread loads or computes, and passes messages to the session that a Hello and its Configure opened.
+A session ends when the scheduler sends Bye, closes its socket, reappears with another boot_id, or
+is silent for `peer_timeout`; the thread then sends a new Hello on a new socket, under a new
+worker_boot_id, so that nothing from the old session can reach the new one. After a Bye, which
+usually means that another worker took over, the worker stands by: every STANDBY_SECONDS it sends a
+Hello that counts only while the scheduler has no worker, until a Configure comes.
 
-Owns: the socket, the sessions, the order of steps. Does not own: what a plan means, and what the
-main thread does with it (worker/process/loop.py).
+Owns: the socket, when sessions begin and end. Does not own: what is received and sent in a session
+(session.py).
 """
 
 from __future__ import annotations
@@ -20,147 +20,29 @@ import queue
 import secrets
 import threading
 import time
-from typing import Final, NamedTuple
+from typing import Final
 
 import zmq
 from google.protobuf.message import DecodeError
 from zmq.utils.monitor import recv_monitor_message
 
 from protos import link_pb2
-from protos.plan import LayoutError, StepPlan, StepResult, decode_plan, encode_result
-from protos.session import HEARTBEAT_SECONDS
+from protos.link import HEARTBEAT_SECONDS
 from worker.process.curve import CurveKeys
+from worker.process.session import Outgoing, Session
 
 logger = logging.getLogger(__name__)
 
-STANDBY_SECONDS: Final = 2.0  # between two offers of a worker that was dismissed
+STANDBY_SECONDS: Final = 2.0  # between two Hellos of a worker that was dismissed
 _WAKE: Final = "inproc://wake"
-
-
-class SessionEnded(Exception):
-    """The scheduler of this session is gone; `Link.accept` gives the next one."""
 
 
 class LinkClosed(Exception):
     """The link is closed, or its I/O thread died (the log says why)."""
 
 
-class PlanRefused(Exception):
-    """A plan that cannot be run as it came: out of order, or not as protos/plan.py lays it out."""
-
-    def __init__(self, step_id: int, reason: str) -> None:
-        super().__init__(reason)
-        self.step_id = step_id
-
-
-class Received(NamedTuple):
-    """A plan, and when its message was taken from the socket (time.monotonic seconds)."""
-
-    plan: StepPlan
-    at: float
-
-
-class _Incoming(NamedTuple):
-    envelope: link_pb2.Envelope
-    buffer: bytes
-    at: float
-
-
-class _Outgoing(NamedTuple):
-    session: Session
-    frames: list[bytes]
-    finished_step: int | None = None  # whose result it is
-
-
-class Session:
-    """What the main thread sees of one scheduler. Its methods may be called after its end: what
-    is sent is dropped then, and `receive` raises SessionEnded."""
-
-    def __init__(
-        self, link: Link, scheduler_boot_id: int, worker_boot_id: int, configure: link_pb2.Configure
-    ) -> None:
-        self.configure = configure
-        self.scheduler_boot_id = scheduler_boot_id
-        self.worker_boot_id = worker_boot_id
-        self.last_finished_step = -1  # none yet
-        self.has_ended = False
-        self._link = link
-        self._inbox: queue.SimpleQueue[_Incoming | None] = queue.SimpleQueue()
-        self._next_step_id: int | None = None  # the scheduler chooses the first one
-
-    def receive(self) -> Received:
-        """Waits for the next plan. Raises SessionEnded, or PlanRefused for a plan that does not
-        follow the one before or does not fit the layout."""
-        while True:
-            message = self._next()
-            if message.envelope.WhichOneof("message") != "step_plan":
-                logger.warning("dropped a Resume: no step is faulty")
-                continue
-            header = message.envelope.step_plan
-            expected = self._next_step_id
-            if expected is not None and header.step_id != expected:
-                raise PlanRefused(
-                    header.step_id, f"step {header.step_id} came where {expected} was expected"
-                )
-            try:
-                plan = decode_plan(
-                    header.step_id, header.awaits_mask, header.counts, message.buffer
-                )
-            except LayoutError as error:
-                raise PlanRefused(header.step_id, f"step {header.step_id}: {error}") from error
-            self._next_step_id = header.step_id + 1
-            return Received(plan, message.at)
-
-    def wait_for_resume(self) -> int:
-        """Discards plans until a Resume; the number of plans discarded. Raises SessionEnded."""
-        num_discarded = 0
-        while True:
-            envelope = self._next().envelope
-            if envelope.WhichOneof("message") == "resume":
-                self._next_step_id = envelope.resume.next_step_id
-                return num_discarded
-            num_discarded += 1
-
-    def send_ready(self, ready: link_pb2.Ready) -> None:
-        self._send(link_pb2.Envelope(ready=ready))
-
-    def send_result(self, result: StepResult) -> None:
-        counts, buffer = encode_result(result)
-        header = link_pb2.StepResult(
-            step_id=result.step_id,
-            counts=counts,
-            device_microseconds=result.device_microseconds,
-            queue_microseconds=result.queue_microseconds,
-        )
-        frames = [self._seal(link_pb2.Envelope(step_result=header)), buffer]
-        self._link._hand_over(_Outgoing(self, frames, result.step_id))
-
-    def send_fault(self, step_id: int, error: str, is_fatal: bool = False) -> None:
-        """`step_id` -1: not in a step. `is_fatal`: this process exits and a new one would too."""
-        fault = link_pb2.Fault(step_id=step_id, error=error, is_fatal=is_fatal)
-        self._send(link_pb2.Envelope(fault=fault))
-
-    def _send(self, envelope: link_pb2.Envelope) -> None:
-        self._link._hand_over(_Outgoing(self, [self._seal(envelope)]))
-
-    def _seal(self, envelope: link_pb2.Envelope) -> bytes:
-        envelope.scheduler_boot_id = self.scheduler_boot_id
-        envelope.worker_boot_id = self.worker_boot_id
-        return envelope.SerializeToString()
-
-    def _next(self) -> _Incoming:
-        message = None if self.has_ended else self._inbox.get()
-        if message is None:
-            raise SessionEnded
-        return message
-
-    def _end(self) -> None:
-        self.has_ended = True
-        self._inbox.put(None)
-
-
-class Link:
-    """Connects to `address` (ipc:// or tcp://) and keeps a session going until `close`.
+class SchedulerLink:
+    """Connects to `address` (ipc:// or tcp://) and opens session after session until `close`.
 
     `heartbeat_seconds` is the time between heartbeats, `peer_timeout` the seconds of silence after
     which the scheduler counts as gone.
@@ -179,10 +61,10 @@ class Link:
         self._keys = keys
         self._heartbeat_seconds = heartbeat_seconds
         self._peer_timeout = peer_timeout
-        self._busy = ("idle", 0, 0.0)  # replaced whole, so it needs no lock
+        self._busy = ("idle", 0, 0.0)  # replaced as a whole, so it needs no lock
         self._is_dismissed = False  # since the last Configure
         self._sessions: queue.SimpleQueue[Session | None] = queue.SimpleQueue()
-        self._outbox: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()  # None: close
+        self._outbox: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()  # None: close
         self._context = zmq.Context()
         self._wake = self._context.socket(zmq.PUSH)
         self._wake.bind(_WAKE)
@@ -196,7 +78,8 @@ class Link:
         self._thread.start()
 
     def accept(self) -> Session:
-        """Waits for a scheduler's Configure and gives the session that it opens."""
+        """Waits for a scheduler's Configure; returns the session that it opens. Raises
+        LinkClosed."""
         while True:
             session = self._sessions.get()
             if session is None:
@@ -206,15 +89,16 @@ class Link:
 
     @property
     def busy(self) -> tuple[str, int, float]:
-        """What `set_busy` was told last."""
+        """What heartbeats report: (busy, step_id, progress) of the last `set_busy`."""
         return self._busy
 
     def set_busy(self, busy: str, step_id: int = 0, progress: float = 0.0) -> None:
-        """What the heartbeats say: idle, loading, capturing, compiling or step; from any thread."""
+        """Sets what heartbeats report: idle, loading, capturing, compiling or step. From any
+        thread."""
         self._busy = (busy, step_id, progress)
 
     def close(self, reason: str, is_failure: bool = False) -> None:
-        """Says Bye and stops the I/O thread; what was sent before still goes out.
+        """Sends Bye and stops the I/O thread, after everything sent before.
 
         `is_failure`: a step may be the cause.
         """
@@ -226,12 +110,12 @@ class Link:
         self._wake.close()
         self._context.term()
 
-    def _hand_over(self, message: _Outgoing | None) -> None:
-        # A signal may raise anywhere here: the queue then still holds a message or none, and the
-        # I/O thread looks at it with the next heartbeat at the latest.
+    def _hand_over(self, message: Outgoing | None) -> None:
+        # A signal may raise anywhere here: the queue then holds the message or not, and the I/O
+        # thread reads it with the next heartbeat at the latest.
         self._outbox.put(message)
-        # Never waits: where the wake-up cannot be left, the I/O thread has others to read first,
-        # has not started to look yet, or has ended (which `accept` and `receive` tell).
+        # Never waits: if no wake-up can be sent, the I/O thread has others to read first, has not
+        # started to poll, or has ended (then `accept` and `receive` raise).
         with self._wake_lock, contextlib.suppress(zmq.Again):
             self._wake.send(b"", zmq.NOBLOCK)
 
@@ -252,13 +136,13 @@ class Link:
             wake.close()
 
     def _connect(self) -> None:
-        """A fresh socket: what the old one still had to send or deliver is of a former session."""
+        """A new socket: whatever the old one still held belongs to a former session."""
         self._session: Session | None = None
         self._worker_boot_id = 1 + secrets.randbelow(2**64 - 1)
         dealer = self._dealer = self._context.socket(zmq.DEALER)
         dealer.linger = 0
-        dealer.sndhwm = dealer.rcvhwm = 0  # no limit: a session that stalls is ended, not throttled
-        # the same identity after a reconnection within the session; it must not start with a 0
+        dealer.sndhwm = dealer.rcvhwm = 0  # no limit: a stalled session is ended, not throttled
+        # the same identity after reconnecting within the session; it must not start with a 0
         dealer.identity = f"w{self._worker_boot_id:x}".encode()
         if self._keys is not None:
             dealer.curve_publickey = self._keys.public
@@ -280,7 +164,7 @@ class Link:
             self._dealer.close()
 
     def _converse(self, wake: zmq.Socket[bytes]) -> bool:
-        """From Hello to the end of the session. False when the link is to be closed."""
+        """From Hello to the end of the session. False if the link is to be closed."""
         hello = link_pb2.Envelope(worker_boot_id=self._worker_boot_id, hello=self._hello)
         hello.hello.is_standby = self._is_dismissed
         self._dealer.send(hello.SerializeToString())
@@ -300,66 +184,67 @@ class Link:
             if not self._send_outbox():
                 return False
             if self._dealer in ready:
-                if not self._take(self._dealer.recv_multipart()):
-                    return self._over("the scheduler started anew")
-            elif self._is_silent():  # nothing waits to be read: this thread was not just held up
-                return self._over(f"the scheduler was silent for {self._patience:g} s")
+                if not self._route(self._dealer.recv_multipart()):
+                    return self._over("the scheduler was restarted")
+            elif self._is_silent():  # nothing is left to read, so this thread was not just delayed
+                return self._over(f"no message from the scheduler for {self._patience:g} s")
             if self._monitor in ready:
                 recv_monitor_message(self._monitor)
-                # without a session zmq's own retries do; a new socket each time would be a race
+                # without a session zmq retries by itself; a new socket each time would be a race
                 if self._session is not None or self._is_dismissed != hello.hello.is_standby:
                     return self._over("the scheduler closed the connection")
 
-    def _take(self, frames: list[bytes]) -> bool:
-        """One message of the scheduler; False when it ends the session."""
+    def _route(self, frames: list[bytes]) -> bool:
+        """Routes a message of the scheduler by its kind; False if it ends the session."""
         try:
             envelope = link_pb2.Envelope.FromString(frames[0])
         except DecodeError:
-            logger.warning("dropped a message of %d bytes: no envelope", len(frames[0]))
+            logger.warning("dropped a message of %d bytes: not an Envelope", len(frames[0]))
             return True
         kind = envelope.WhichOneof("message")
         session = self._session
         if envelope.worker_boot_id != self._worker_boot_id:
-            logger.debug("dropped %s: meant for worker %x", kind, envelope.worker_boot_id)
+            logger.debug("dropped %s: addressed to worker %x", kind, envelope.worker_boot_id)
         elif kind == "bye":
-            logger.warning("the scheduler said goodbye: %s", envelope.bye.reason)
+            logger.warning("the scheduler sent Bye: %s", envelope.bye.reason)
             self._end_session()
             self._is_dismissed = True
             self._heard_at = time.monotonic()
         elif session is None:
             if kind != "configure":
-                logger.warning("dropped %s: there is no session yet", kind)
+                logger.warning("dropped %s: no session is open", kind)
                 return True
             self._is_dismissed = False
             self._heard_at = time.monotonic()
             self._session = Session(
-                self, envelope.scheduler_boot_id, self._worker_boot_id, envelope.configure
+                self._hand_over,
+                envelope.scheduler_boot_id,
+                self._worker_boot_id,
+                envelope.configure,
             )
             self._sessions.put(self._session)
         elif envelope.scheduler_boot_id != session.scheduler_boot_id:
             return False
         else:
             self._heard_at = time.monotonic()
-            if kind in ("step_plan", "resume"):
-                buffer = frames[1] if len(frames) > 1 else b""
-                session._inbox.put(_Incoming(envelope, buffer, self._heard_at))
-            elif kind != "heartbeat":
+            buffer = frames[1] if len(frames) > 1 else b""
+            if not session.deliver(envelope, buffer, self._heard_at):
                 logger.warning("dropped %s: not expected within a session", kind)
         return True
 
     def _send_outbox(self) -> bool:
-        """What other threads handed over; False when that is the wish to close."""
+        """Sends what other threads handed over; False if the link is to be closed."""
         while not self._outbox.empty():
             message = self._outbox.get()
             if message is None:
                 if self._session is not None:
-                    self._dealer.linger = 1000  # milliseconds for what is still to be sent
+                    self._dealer.linger = 1000  # milliseconds for what is still unsent
                     bye = link_pb2.Envelope(bye=self._goodbye)
-                    self._dealer.send(self._session._seal(bye), zmq.NOBLOCK)
+                    self._dealer.send(self._session.seal(bye), zmq.NOBLOCK)
                 return False
             if message.session is self._session:
                 self._dealer.send_multipart(message.frames, zmq.NOBLOCK)
-                if message.finished_step is not None:  # no heartbeat says so before the result
+                if message.finished_step is not None:  # never reported before the result is sent
                     message.session.last_finished_step = message.finished_step
         return True
 
@@ -373,7 +258,7 @@ class Link:
                 busy_step=step_id,
                 progress=progress,
             )
-            self._dealer.send(session._seal(link_pb2.Envelope(heartbeat=beat)), zmq.NOBLOCK)
+            self._dealer.send(session.seal(link_pb2.Envelope(heartbeat=beat)), zmq.NOBLOCK)
 
     @property
     def _patience(self) -> float:
@@ -385,11 +270,11 @@ class Link:
 
     def _over(self, reason: str) -> bool:
         if self._session is not None:
-            logger.warning("session over: %s; saying Hello again", reason)
+            logger.warning("session ended: %s; sending a new Hello", reason)
         self._end_session()
         return True
 
     def _end_session(self) -> None:
         if self._session is not None:
-            self._session._end()
+            self._session.end()
             self._session = None

@@ -1,6 +1,6 @@
-"""Tells systemd how the process is (sd_notify): a datagram to the socket in $NOTIFY_SOCKET.
+"""Reports the service's status to systemd (sd_notify): a datagram to the socket in $NOTIFY_SOCKET.
 
-Without that variable, as in a terminal, nothing happens.
+Without that variable, as in a terminal, nothing is sent.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import socket
 
 logger = logging.getLogger(__name__)
 
-_SECONDS = 1.0  # that a full queue of systemd's may hold up this process
+_SECONDS = 1.0  # for which systemd's full queue may block this process
 
 
 def notify(*assignments: str) -> None:
-    """Sends e.g. "READY=1", "STATUS=loading", "STOPPING=1". A systemd that does not listen is no
-    reason to stop serving, so errors of the socket are logged, each once."""
+    """Sends e.g. "READY=1", "STATUS=loading", "STOPPING=1". Socket errors are logged, each once:
+    they are no reason to stop serving."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
@@ -32,4 +32,4 @@ def notify(*assignments: str) -> None:
 
 @functools.cache
 def _warn(address: str, reason: str) -> None:
-    logger.warning("NOTIFY_SOCKET %s takes no messages: %s", address, reason)
+    logger.warning("cannot notify systemd through NOTIFY_SOCKET %s: %s", address, reason)

@@ -1,11 +1,11 @@
-"""Ends the process when a step outlives its limit, and pings systemd's watchdog until then.
+"""Ends the process when a step exceeds its time limit, and pings systemd's watchdog until then.
 
-A step that hangs (a deadlock, a driver) cannot be ended from within; a new process can take the
-requests over. Time is added up look by look, so that a process that was stopped and goes on does
-not find its step overdue. A hang that holds the interpreter's lock stops this thread, too: then
-no ping comes, and systemd ends the process (WatchdogSec=).
+A step that hangs (in a deadlock, in a driver) cannot be cancelled from within, but a new process
+can take over the requests. Time is added up poll by poll, so that a process that was stopped and
+continued does not find its step overdue. A hang that holds the interpreter's lock stops this
+thread, too: then the pings stop, and systemd ends the process (WatchdogSec=).
 
-Owns: that decision. Does not own: what is running (completion.py says it to the link).
+Owns: this decision. Does not own: which step is running (completion.py reports it to the link).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from worker.process import systemd
-from worker.process.link import Link
+from worker.process.link import SchedulerLink
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS: Final = 0.5
-REPORT_SECONDS: Final = 5.0  # for the log to take what is told of it
-EXIT_STEP_HANGS: Final = 1  # as after any failure: a new process may do better
+POLL_SECONDS: Final = 0.5
+REPORT_SECONDS: Final = 5.0  # for writing the report to the log
+EXIT_STEP_HANGS: Final = 1  # as after any failure: a new process may succeed
 
 
 def _end_process() -> None:
@@ -33,14 +33,14 @@ def _end_process() -> None:
 
 
 class Watchdog:
-    """Looks at the link's busy state from a thread of its own, from `start` to `stop`.
+    """Polls the link's busy state from a thread of its own, from `start` to `stop`.
 
-    `limit` is in seconds; 0 = steps may take for ever. It may be set at any time.
+    `limit` is in seconds; 0 = no limit. It may be set at any time.
     """
 
     def __init__(
         self,
-        link: Link,
+        link: SchedulerLink,
         end_process: Callable[[], None] = _end_process,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
@@ -52,9 +52,9 @@ class Watchdog:
             "",
             str(os.getpid()),
         )
-        self._look_seconds = LOOK_SECONDS
+        self._poll_seconds = POLL_SECONDS
         if self._pings:
-            self._look_seconds = min(LOOK_SECONDS, int(microseconds) / 4e6)
+            self._poll_seconds = min(POLL_SECONDS, int(microseconds) / 4e6)
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -67,13 +67,13 @@ class Watchdog:
 
     def _run(self) -> None:
         seconds, running, before = 0.0, None, time.monotonic()
-        while not self._is_stopping.wait(self._look_seconds):
+        while not self._is_stopping.wait(self._poll_seconds):
             now = time.monotonic()
             busy, step_id, _ = self._link.busy
             if busy != "step" or step_id != running:
                 seconds, running = 0.0, step_id if busy == "step" else None
             else:
-                seconds += min(now - before, 2 * self._look_seconds)
+                seconds += min(now - before, 2 * self._poll_seconds)
             before = now
             if 0 < self.limit < seconds:
                 self._give_up(step_id, seconds)
@@ -82,7 +82,7 @@ class Watchdog:
                 systemd.notify("WATCHDOG=1")
 
     def _give_up(self, step_id: int, seconds: float) -> None:
-        # beside this thread: the step may hang in the midst of a log line, with the log's lock
+        # in another thread: the step may hang while it writes a log line and holds the log's lock
         report = threading.Thread(target=self._report, args=(step_id, seconds), daemon=True)
         report.start()
         report.join(REPORT_SECONDS)
@@ -90,8 +90,8 @@ class Watchdog:
 
     def _report(self, step_id: int, seconds: float) -> None:
         logger.critical(
-            "step %d has run for %.1f s, longer than step_timeout (%g s): this process ends, and "
-            "a new one is to take over; its threads were at:",
+            "step %d has run for %.1f s, longer than step_timeout (%g s): ending this process, so "
+            "that a new one takes over; its threads were at:",
             step_id,
             seconds,
             self.limit,

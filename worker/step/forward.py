@@ -1,11 +1,11 @@
-"""One ragged forward: from inputs on the device to logits, without asking the device anything.
+"""One ragged forward: from inputs on the device to logits, without waiting for the device.
 
-All requests of a step form one flat sequence, [1, T]; what belongs to whom is told to attention
-through the StepContext alone.
+All requests of a step form one flat sequence, [1, T]; only attention knows, from the StepContext,
+which token belongs to which request.
 
-Owns: the call of the model, for a step and for whatever looks at it in advance (probe.py); which
-tokens stayed finite. Does not own: where inputs come from
-(io_buffers.py), whether this is replayed from a graph (graphs.py).
+Owns: calling the model, in a step and in the checks at load (probe.py); which tokens stayed finite.
+Does not own: where inputs come from (io_buffers.py), whether the forward is replayed from a graph
+(graphs.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from worker.attention.interface import AttentionBackend, LayerHandler, StepContext, answering
+from worker.attention.interface import (
+    AttentionBackend,
+    AttentionHandler,
+    PagedAttention,
+    StepContext,
+    answering,
+)
 from worker.batch.inputs import StepInputs
 from worker.kv.kv_pool import KvPool
 from worker.step.io_buffers import DeviceInputs
@@ -28,13 +34,13 @@ class Forwarded:
     """T tokens and L logits, padding included."""
 
     logits: torch.Tensor  # [L, V] in the model's dtype
-    is_token_finite: torch.Tensor  # bool [T] every number of the last hidden state
-    is_logits_finite: torch.Tensor  # bool [L] the largest; some models give -inf to unused columns
+    is_token_finite: torch.Tensor  # bool [T] of the last hidden state, all of it
+    is_logits_finite: torch.Tensor  # bool [L] of the largest; unused columns may hold -inf
 
 
 class Forward:
-    """The model with its memory. `hidden_states` is the part that gives the last hidden states of
-    every token, `last_token` int64 [rows] what each row sampled last."""
+    """The model with its memory. `hidden_states` is the module that returns the last hidden states
+    of all tokens, `last_token` int64 [rows] the token that each row sampled last."""
 
     def __init__(
         self,
@@ -52,12 +58,11 @@ class Forward:
     def __call__(
         self, inputs: DeviceInputs, longest_query: int, on_host: StepInputs | None
     ) -> Forwarded:
-        """`on_host` is None while a graph is captured: nothing may come from the host then."""
+        """`on_host` is None while a graph is captured: then nothing may come from the host."""
         token_ids = torch.where(
             inputs.token_ids < 0, self._last_token[inputs.token_rows], inputs.token_ids
         )
-        context = StepContext(
-            backend=self._backend,
+        step = StepContext(
             pool=self._pool,
             query_start_loc=inputs.query_start_loc,
             seq_lens=inputs.seq_lens,
@@ -65,11 +70,11 @@ class Forward:
             longest_query=longest_query,
             on_host=on_host,
         )
-        self._backend.begin_step(context)
+        self._backend.begin_step(step)
         logits, hidden = run_model(
             self._model,
             self._hidden_states,
-            context,
+            PagedAttention(self._backend, step),
             token_ids,
             inputs.positions,
             inputs.logits_indices,
@@ -84,16 +89,16 @@ class Forward:
 def run_model(
     model: PreTrainedModel,
     hidden_states: nn.Module,
-    handler: LayerHandler,
+    handler: AttentionHandler,
     token_ids: torch.Tensor,
     positions: torch.Tensor,
     logits_indices: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One forward over token_ids [T] at positions [T], attention answered by `handler`: logits
-    [L, V] of the tokens at logits_indices [L], and what the module `hidden_states` of the model
-    gives for every token, [T, hidden].
+    """One forward over token_ids [T] at positions [T], with attention by `handler`. Returns the
+    logits [L, V] of the tokens at logits_indices [L], and the output [T, hidden] of the model's
+    module `hidden_states`.
 
-    Raises RuntimeError where that module is not called exactly once.
+    Raises RuntimeError if that module is not called exactly once.
     """
     seen: list[torch.Tensor] = []
     hook = hidden_states.register_forward_hook(
@@ -111,12 +116,12 @@ def run_model(
         hook.remove()
     if len(seen) != 1:
         raise RuntimeError(
-            f"{type(hidden_states).__name__}, whose hidden states are watched, was called "
-            f"{len(seen)} times in one forward"
+            f"{type(hidden_states).__name__}, whose output is checked, was called {len(seen)} "
+            f"times in one forward; it must be called once"
         )
     return logits[0], seen[0][0]
 
 
 def first_tensor(output: Any) -> Any:
-    """The hidden states in what a module gives: alone, or the first of several things."""
+    """The hidden states in a module's output: the output itself, or its first item."""
     return output if isinstance(output, torch.Tensor) else output[0]

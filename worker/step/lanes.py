@@ -1,7 +1,7 @@
-"""Lanes of work that run beside each other on a device, and marks in them.
+"""Lanes: queues of work that run concurrently on a device, and marks in them.
 
-On CUDA a lane is a stream and a mark an event; elsewhere work is done when its call returns, so
-lanes and marks only keep the time. The runner (runner.py) is written once, for both.
+On CUDA a lane is a stream and a mark an event; elsewhere work has finished when its call returns,
+and marks only record the time. So the runner (runner.py) is written once, for both.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ class Mark(Protocol):
     """A point in a lane."""
 
     def wait(self) -> None:
-        """Block this thread until the lane has come here; other Python threads go on."""
+        """Blocks this thread until the lane has reached the mark; other Python threads run on."""
         ...
 
     def microseconds_since(self, earlier: Mark) -> int:
-        """Both must have been passed."""
+        """Microseconds between two marks that have both been reached."""
         ...
 
 
 class Lane(Protocol):
-    """Does what it is given in order."""
+    """Runs its work in order."""
 
     def use(self) -> AbstractContextManager[object]:
-        """Work that is begun within goes into this lane."""
+        """Work that is launched inside goes into this lane."""
         ...
 
     def mark(self) -> Mark: ...
 
     def after(self, mark: Mark) -> None:
-        """What comes from now on waits for `mark` of another lane; the host does not."""
+        """Work launched from now on waits for `mark` of another lane; the host does not."""
         ...
 
 
 def settle(device: torch.device) -> None:
-    """Waits for all that was begun on the device so far, outside of lanes too; from now on it is
-    this thread's device. CUDA's lanes wait for nothing of themselves: not for the default stream,
-    in which weights are loaded and pools zeroed."""
+    """Waits for all work launched on the device so far, also outside of lanes, and makes it this
+    thread's device. Lanes do not wait for CUDA's default stream by themselves, in which weights are
+    loaded and pools are zeroed."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.synchronize(device)
@@ -77,7 +77,7 @@ class _HostLane:
 
 class _CudaMark:
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        # blocking: the waiting thread sleeps instead of spinning, and the GIL is free meanwhile
+        # blocking: a waiting thread sleeps instead of spinning, without the interpreter's lock
         self._event = torch.cuda.Event(enable_timing=True, blocking=True)
         self._event.record(stream)
 

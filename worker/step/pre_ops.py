@@ -1,13 +1,13 @@
-"""What a plan asks for before its forward: blocks out to the swap pool, blocks in, copies.
+"""A plan's operations before its forward: swapping blocks out and in, copying blocks.
 
-In line, plan order makes every re-use of a block safe. On a device, swaps run in a lane of their
-own. Copies out begin when all earlier steps are through, and run beside this step's forward, which
-waits for them only if it writes where they read. Copies in begin at once, unless the step before
-may still use that memory, and the forward waits for them. The scheduler keeps swapped-out blocks
-reserved until the plan's result is back (Ready.overlaps_swap), so that in practice nothing waits;
-but being right does not rest on that.
+In a single lane, plan order alone would make every reuse of a block safe. On a device, swaps run in
+a lane of their own. Copies out start when all earlier steps have finished, and run beside this
+step's forward, which waits for them only if it writes where they read. Copies in start at once,
+unless the previous step may still use that memory, and the forward waits for them. The scheduler
+keeps swapped-out blocks reserved until the plan's result is back (Ready.overlaps_swap), so in
+practice nothing waits; but correctness does not depend on that.
 
-Steps are compared by chunk: the unit of memory that cache groups share.
+Memory is compared by chunk, the unit that cache groups share.
 
 Owns: the order of these copies and the steps. Does not own: the copies (swap.py, kv_pool.py).
 """
@@ -29,7 +29,7 @@ from worker.step.lanes import Lane, Mark, new_lane
 
 _Chunks = npt.NDArray[np.int32]
 
-MOST_IN_FLIGHT: Final = 2  # steps; what is older has finished when a step begins
+MOST_IN_FLIGHT: Final = 2  # steps; older ones have finished when a step is launched
 
 
 class PreOps:
@@ -42,13 +42,14 @@ class PreOps:
         self._blocks_per_chunk = np.array(
             [group.blocks_per_chunk for group in pool.geometry.groups], np.int32
         )
-        self._before: tuple[StepPlan, StepInputs] | None = None  # the step before
-        # copies out that may still run, and what they read
+        self._before: tuple[StepPlan, StepInputs] | None = None  # the previous step
+        # copies out that may still be running, and the chunks they read
         self._outs: deque[tuple[Mark, _Chunks] | None] = deque(maxlen=MOST_IN_FLIGHT)
 
     def run(self, plan: StepPlan, inputs: StepInputs, compute: Lane) -> Mark | None:
-        """Begins the copies; the forward may follow in `compute`. The mark is passed when this
-        plan's copies out are done, which its result must not overtake; None without any."""
+        """Launches the copies; the forward may follow in `compute`. Returns a mark that is reached
+        when this plan's copies out are done, before which its result must not be sent; None if
+        there are none."""
         self._outs.append(self._take_out(plan, compute) if len(plan.swap_out) else None)
         if any(self._outs):
             written = self._written(plan, inputs)
@@ -65,13 +66,13 @@ class PreOps:
         return None if own is None else own[0]
 
     def _take_out(self, plan: StepPlan, compute: Lane) -> tuple[Mark, _Chunks]:
-        self._lane.after(compute.mark())  # earlier steps have written what is copied
+        self._lane.after(compute.mark())  # earlier steps write what is copied
         with self._lane.use():
             self._swap.take_out(plan.swap_out)
         return self._lane.mark(), self._chunks(plan.swap_out, 1)
 
     def _bring_in(self, plan: StepPlan, compute: Lane) -> None:
-        # one lane for both ways: what went out before has arrived in the swap pool by now
+        # one lane for both directions: what was copied out before is in the swap pool by now
         if self._before is not None:
             used = self._used(*self._before)
             if np.isin(self._chunks(plan.swap_in, 2), used).any():
@@ -81,7 +82,8 @@ class PreOps:
         compute.after(self._lane.mark())
 
     def _written(self, plan: StepPlan, inputs: StepInputs) -> _Chunks:
-        """Where the step stores keys and values; copies in have a lane with the copies out."""
+        """Chunks into which the step stores keys and values or copies blocks; copies in share a
+        lane with the copies out."""
         slots_per_chunk = self._blocks_per_chunk * self._pool.geometry.page_size
         stored = [
             np.unique(group.slot_mapping // slots).astype(np.int32)
@@ -90,7 +92,7 @@ class PreOps:
         return np.concatenate([*stored, self._chunks(plan.copy, 2)])
 
     def _used(self, plan: StepPlan, inputs: StepInputs) -> _Chunks:
-        """What the step reads or writes."""
+        """Chunks that the step reads or writes."""
         named = [
             group.blocks[group.table_start[0] : group.table_start[-1]] // per_chunk
             for group, per_chunk in zip(inputs.groups, self._blocks_per_chunk.tolist(), strict=True)
@@ -98,6 +100,6 @@ class PreOps:
         return np.concatenate([*named, self._chunks(plan.copy, 1), self._chunks(plan.copy, 2)])
 
     def _chunks(self, triples: Int32, column: int) -> _Chunks:
-        """Of the blocks in a column of [P, 3] (group, ., .)."""
+        """Chunks of the blocks in a column of [P, 3] (group, ., .)."""
         chunks: _Chunks = triples[:, column] // self._blocks_per_chunk[triples[:, 0]]
         return chunks

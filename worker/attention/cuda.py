@@ -1,11 +1,11 @@
 """The CUDA backend: launches the Triton kernels.
 
 Owns: tile sizes, launches, the workspace for pieces of split requests. Does not own: arithmetic
-(triton_kernel.py), or when to use it (attention/__init__.py).
+(triton_kernel.py), when to use it (backends.py).
 
-Everything may be captured in a graph: launches follow from shapes and from context.longest_query,
-and nothing is read back. The first call with a new combination of types, head size and tiles
-compiles, for seconds; so capture after a warm-up.
+All of it can be captured in a graph: launches depend on shapes and on step.longest_query only, and
+nothing is read back. The first call with a new combination of types, head size and tiles compiles
+for seconds; so capture after a warm-up.
 """
 
 from __future__ import annotations
@@ -15,44 +15,45 @@ from typing import Final
 
 import torch
 import triton
+from torch import Tensor
 
 from worker.attention import triton_kernel as kernels
 from worker.attention.interface import AttentionCall, GroupTables, StepContext
 
-# Keys of a piece. Fixed, else a request's bits would depend on what else is in the batch.
+# Keys of a piece. Fixed, else a request's bits would depend on the rest of the batch.
 _SPLIT: Final = 512
-# Room for pieces: at 32 heads of 128 that is 4,000 of 512 keys, more than 2 million keys in one
-# step. What finds no room is computed all the same, by fewer programs.
+# Space for pieces: at 32 heads of 128 for 4,000 of 512 keys, more than 2 million keys in one step.
+# Requests that exceed it are still computed, by fewer programs.
 _WORKSPACE_BYTES: Final = 64 * 2**20
 _NO_WINDOW: Final = 2**30
 _PROGRAMS_PER_PROCESSOR: Final = 2
 _REQUESTS_AT_ONCE: Final = 256  # of plan_work
 _HEADS_AT_ONCE: Final = 8  # of write_kv
-_AMPLE: Final = 160 * 2**10  # bytes of shared memory; no tiles need as much
+_AMPLE: Final = 160 * 2**10  # bytes of shared memory; no tiles need that much
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How one launch of `attend` cuts its work."""
+    """How one launch of `attend` divides its work."""
 
     block_m: int  # rows: query tokens times query heads of a KV head
     block_n: int  # keys
     num_warps: int
-    num_stages: int  # key tiles in flight, the one that is computed included
+    num_stages: int  # key tiles in flight, including the one being computed
 
 
 def choose_tiles(
     rows: int, grouped: int, head_dim: int, itemsize: int, shared_memory: int = _AMPLE
 ) -> Tiles:
     """Tiles for requests of at most `rows` rows (query tokens times `grouped` query heads of a KV
-    head), on a device whose programs may take `shared_memory` bytes. What fits the lowest tile
-    counts as short.
+    head), on a device whose programs may use `shared_memory` bytes. Requests that fit into the
+    lowest tile are short.
 
-    Reasoned for A100 (164 KB of shared memory in a processor) and H200 (228 KB), not measured;
-    other cards have 99 KiB for a program, where wide heads in float32 need lower tiles of keys.
-    Short requests are bound by memory: low tiles, two programs in a processor, two tiles of keys
-    and of values in flight in each, beside the table entries of a third. Long ones are bound by
-    arithmetic: tiles as big as registers allow. float32 must do without tensor cores.
+    Derived for A100 (164 KB of shared memory per processor) and H200 (228 KB), not measured; other
+    cards offer 99 KiB per program, where wide heads in float32 need lower tiles of keys. Short
+    requests are bound by memory: low tiles, two programs per processor, each with two tiles of keys
+    and of values in flight, besides the table entries of a third. Long ones are bound by
+    arithmetic: tiles as big as registers allow. float32 cannot use tensor cores.
     """
     row_bytes = padded(head_dim) * itemsize
     block_n = 64 if row_bytes <= 256 else 32
@@ -69,10 +70,10 @@ def choose_tiles(
 
 
 class TritonBackend:
-    """Attention in Triton. The bits of a decoding request do not depend on the batch it is in.
+    """Attention in Triton. The bits of a decoding request do not depend on its batch.
 
     `split` (keys of a piece: a multiple of every key tile), `workspace_bytes` and `num_programs`
-    are for tests, which make them small. By default the programs fill the device.
+    are parameters for tests, which make them small. By default the programs fill the device.
     """
 
     name = "triton"
@@ -93,46 +94,40 @@ class TritonBackend:
         self._num_programs = num_programs
         self._split = split
         self._workspace = torch.empty(workspace_bytes // 4, dtype=torch.float32, device=device)
-        self._starts: dict[int, torch.Tensor] = {}  # by window: int32 [3, R+1], see plan_work
+        self._starts: dict[int, Tensor] = {}  # by window: int32 [3, R+1], see plan_work
 
-    def begin_step(self, context: StepContext) -> None:
-        self._starts = {}  # the first layer with a window has its work planned
+    def begin_step(self, step: StepContext) -> None:
+        self._step = step
+        self._starts = {}  # the first layer of each window plans its work
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pages: torch.Tensor,
-        context: StepContext,
-        tables: GroupTables,
-        call: AttentionCall,
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        group, pages = self._step.pool.layer_views(call.layer)
+        tables = self._step.groups[group]
         query, key, value = map(_with_whole_rows, (query, key, value))
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if len(query):
             with torch.cuda.device_of(query):  # triton launches on the current device
-                _write_kv(key, value, pages, context, tables, out)
-                self._attend(query, pages, context, tables, call, out)
+                self._write_kv(key, value, pages, tables, out)
+                self._attend(query, pages, tables, call, out)
         return out
 
     def _attend(
         self,
-        query: torch.Tensor,
-        pages: torch.Tensor,
-        context: StepContext,
+        query: Tensor,
+        pages: Tensor,
         tables: GroupTables,
         call: AttentionCall,
-        out: torch.Tensor,
+        out: Tensor,
     ) -> None:
+        step = self._step
         num_tokens, num_heads, head_dim = query.shape
-        num_requests = len(context.seq_lens)
+        num_requests = len(step.seq_lens)
         grouped = num_heads // pages.shape[2]
         window = call.sliding_window or _NO_WINDOW
-        itemsize = max(query.itemsize, pages.itemsize)  # a tile's, as it lies and as it is used
+        itemsize = max(query.itemsize, pages.itemsize)  # of a tile, as loaded and as computed with
         shape = (grouped, head_dim, itemsize, self._shared_memory)
         short = choose_tiles(1, *shape)
-        tiles = choose_tiles(context.longest_query * grouped, *shape)
+        tiles = choose_tiles(step.longest_query * grouped, *shape)
         most_parts = len(self._workspace) // (num_heads * (head_dim + 2))
         partials = self._workspace[: most_parts * num_heads * head_dim]
         part_scales = self._workspace[len(partials) :]
@@ -140,8 +135,8 @@ class TritonBackend:
         if window not in self._starts:
             starts = torch.empty(3, num_requests + 1, dtype=torch.int32, device=query.device)
             kernels.plan_work[(1,)](
-                context.query_start_loc,
-                context.seq_lens,
+                step.query_start_loc,
+                step.seq_lens,
                 starts,
                 num_requests,
                 window,
@@ -160,8 +155,8 @@ class TritonBackend:
                 out,
                 pages,
                 call.sinks,
-                context.query_start_loc,
-                context.seq_lens,
+                step.query_start_loc,
+                step.seq_lens,
                 tables.table_start,
                 tables.blocks,
                 tables.first_positions,
@@ -191,7 +186,7 @@ class TritonBackend:
         kernels.merge[(num_requests, num_heads)](
             out,
             call.sinks,
-            context.query_start_loc,
+            step.query_start_loc,
             starts,
             partials,
             part_scales,
@@ -201,46 +196,40 @@ class TritonBackend:
             BLOCK_D=padded(head_dim),
             num_warps=1,
         )
-        if context.longest_query > short.block_m // grouped:
+        if step.longest_query > short.block_m // grouped:
             most_tiles = num_tokens // (tiles.block_m // grouped) + num_requests
             launch(most_tiles * pages.shape[2], tiles, 0)
 
-
-def _write_kv(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pages: torch.Tensor,
-    context: StepContext,
-    tables: GroupTables,
-    out: torch.Tensor,
-) -> None:
-    num_tokens, num_kv_heads, head_dim = key.shape
-    heads = min(_HEADS_AT_ONCE, triton.next_power_of_2(num_kv_heads))
-    kernels.write_kv[(num_tokens, triton.cdiv(num_kv_heads, heads))](
-        key,
-        value,
-        pages,
-        tables.slot_mapping,
-        out,
-        context.query_start_loc,
-        len(context.seq_lens),
-        *key.stride()[:2],
-        *value.stride()[:2],
-        pages.stride(0),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUPED=out.shape[1] // num_kv_heads,
-        HEAD_DIM=head_dim,
-        PAGE_SIZE=pages.shape[3],
-        BLOCK_H=heads,
-        BLOCK_D=padded(head_dim),
-    )
+    def _write_kv(
+        self, key: Tensor, value: Tensor, pages: Tensor, tables: GroupTables, out: Tensor
+    ) -> None:
+        num_tokens, num_kv_heads, head_dim = key.shape
+        heads = min(_HEADS_AT_ONCE, triton.next_power_of_2(num_kv_heads))
+        kernels.write_kv[(num_tokens, triton.cdiv(num_kv_heads, heads))](
+            key,
+            value,
+            pages,
+            tables.slot_mapping,
+            out,
+            self._step.query_start_loc,
+            len(self._step.seq_lens),
+            *key.stride()[:2],
+            *value.stride()[:2],
+            pages.stride(0),
+            NUM_KV_HEADS=num_kv_heads,
+            GROUPED=out.shape[1] // num_kv_heads,
+            HEAD_DIM=head_dim,
+            PAGE_SIZE=pages.shape[3],
+            BLOCK_H=heads,
+            BLOCK_D=padded(head_dim),
+        )
 
 
-def _with_whole_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The kernels take any strides but the last."""
+def _with_whole_rows(tensor: Tensor) -> Tensor:
+    """The kernels accept any strides except in the last dimension."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def padded(head_dim: int) -> int:
-    """Tiles are powers of two, and products are taken over 16 numbers at least."""
+    """The tile width for head_dim: a power of two, and at least 16, which products need."""
     return max(16, triton.next_power_of_2(head_dim))
