@@ -101,6 +101,13 @@ FLOORS = {
         ("front",),
         ("__main__",),
     ),
+    "scheduler_svc.core": (
+        ("limits", "request", "seeds", "step_time"),
+        ("memory", "pending", "policies", "rows", "suspects"),
+        ("state",),
+        ("check", "pack", "step", "wedge"),
+        ("scheduler",),
+    ),
 }
 
 
