@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from protos.plan import StepPlan, StepResult
 from scheduler_svc.core.request import NewRequest
 from tests.support.simulation import Setup, Simulation
+from tests.support.without_model import without_model
 
 PAGE = 16
 VOCABULARY = 50_000
@@ -80,17 +80,6 @@ def hit_rate(trace: list[list[int]], reclaims_newest: bool) -> float:
             simulation.submit(NewRequest(str(number), prompt, 16))
         simulation.turn()
     return state.prefix_cache.num_hit / state.prefix_cache.num_queried
-
-
-def without_model(plan: StepPlan) -> StepResult:
-    """Answers with token 0: what is generated does not matter here."""
-    samples = len(plan.sample_logits)
-    nothing = np.zeros(0, np.int32)
-    return StepResult(
-        plan.step_id, 0, 0, np.zeros(samples, np.int32), np.ones(len(plan.rows), np.int32),
-        np.zeros(samples, np.float32), np.zeros(samples, np.int32),
-        np.zeros(samples + 1, np.int32), nothing, nothing.astype(np.float32),
-    )  # fmt: skip
 
 
 def main() -> None:

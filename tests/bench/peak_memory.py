@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from protos import link_pb2
 from tests.support import tiny_models
 from tests.support.planner import Planner, Request
-from tests.support.promised import promised_geometry
+from tests.support.promised_geometry import promised_geometry
 from worker.attention.interface import ATTENTION_NAME, register
 from worker.memory.pool_size import plan_memory
 from worker.model.load import LoadedModel

@@ -20,7 +20,7 @@ from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry, L
 from scheduler_svc.core.pack import pack
 from scheduler_svc.core.request import NewRequest, Request, Sampling
 from scheduler_svc.core.state import State
-from tests.bench.eviction import without_model
+from tests.support.without_model import without_model
 
 PAGE_SIZE = 16
 PROMPT = 64

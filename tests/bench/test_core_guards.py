@@ -26,9 +26,9 @@ from scheduler_svc.core.seeds import streams, uniforms
 from scheduler_svc.core.state import InFlight, State
 from scheduler_svc.text.text import Detokenizer, Pieces
 from tests.bench.conftest import Guard
-from tests.bench.eviction import without_model
 from tests.bench.step_cost import decoding
 from tests.support.small_tokenizers import byte_level, metaspace
+from tests.support.without_model import without_model
 
 NUM_REQUESTS = 256
 

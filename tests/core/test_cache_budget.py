@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.request import NewRequest
-from tests.bench.eviction import without_model
 from tests.support.simulation import Key, Setup, Simulation, key, random_requests, run_workload
+from tests.support.without_model import without_model
 
 PREFIX = list(range(64))
 

@@ -8,8 +8,8 @@ import pytest
 
 from scheduler_svc.core.check import check
 from scheduler_svc.core.request import NewRequest, Sampling
-from tests.bench.eviction import without_model
 from tests.support.simulation import Setup, Simulation, verify
+from tests.support.without_model import without_model
 
 HYBRID = Setup(
     num_blocks=19,

@@ -12,8 +12,8 @@ from scheduler_svc.core import block_names
 from scheduler_svc.core.decide import decide
 from scheduler_svc.core.prefix_cache import PrefixCache
 from scheduler_svc.core.request import Hit, NewRequest, Request
-from tests.bench.eviction import without_model
 from tests.support.simulation import Setup, Simulation, random_requests, run_workload
+from tests.support.without_model import without_model
 
 HYBRID = ((0, 1), (30, 1))
 

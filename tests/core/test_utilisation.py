@@ -8,8 +8,8 @@ from pathlib import Path
 
 from scheduler_svc.core.request import NewRequest
 from scheduler_svc.core.views import get_cache
-from tests.bench.eviction import without_model
 from tests.support.simulation import Setup, Simulation
+from tests.support.without_model import without_model
 
 WORKLOAD = Path(__file__).parent.parent / "workloads" / "mixed.jsonl"
 

@@ -23,8 +23,8 @@ from typing import Final
 import torch
 import transformers
 
-from tests.families.tiny_configs import FAMILIES, VARIANTS, WINDOW
 from tests.families.trial import EQUAL, IMPOSSIBLE, REFUSED, WRONG, Outcome, try_family
+from tests.support.family_configs import FAMILIES, VARIANTS, WINDOW
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "models.md"
 NAMES: Final = (*FAMILIES, *VARIANTS)

@@ -17,9 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from scheduler_svc.core.request import NewRequest, Sampling
-from tests.families.tiny_configs import MAX_LEN, VOCAB_SIZE, tiny_config
+from tests.support.family_configs import MAX_LEN, VOCAB_SIZE, tiny_config
 from tests.support.in_process import InProcess
-from tests.worker.conftest import load
+from tests.support.loading import load
+from tests.support.oracle import generate
 from worker.kv.geometry import UnsupportedModel
 
 EQUAL, REFUSED, IMPOSSIBLE, WRONG = "equal", "refused", "impossible to build", "WRONG"
@@ -46,7 +47,7 @@ def try_family(name: str, folder: Path, built: Callable[[], None]) -> Outcome:
     built()
     requests = _requests()
     try:
-        right = [_generate(model, new) for new in requests]
+        right = [generate(model, new.prompt_token_ids, new.max_tokens) for new in requests]
     except Exception as error:
         return _refusal(folder) or Outcome(IMPOSSIBLE, f"generate fails: {_describe(error)}")
     refusal = _refusal(folder)
@@ -87,23 +88,6 @@ def _requests() -> list[NewRequest]:
         )
         for i, (length, count) in enumerate(zip(_LENGTHS, _MAX_TOKENS, strict=True))
     ]
-
-
-def _generate(model: PreTrainedModel, new: NewRequest) -> list[int]:
-    ids = torch.tensor([new.prompt_token_ids])
-    model.generation_config.eos_token_id = None
-    model.generation_config.forced_eos_token_id = None
-    with torch.inference_mode():
-        output = model.generate(  # type: ignore[operator]
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            pad_token_id=0,
-            max_new_tokens=new.max_tokens,
-            min_new_tokens=new.max_tokens,
-        )
-    tokens: list[int] = output[0, ids.shape[1] :].tolist()
-    return tokens
 
 
 def _load(folder: Path) -> Any:

@@ -17,7 +17,7 @@ from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.request import NewRequest
 from scheduler_svc.core.state import State
 from scheduler_svc.core.views import get_cache
-from tests.worker.conftest import configure
+from tests.support.loading import configure
 from worker.model.load import LoadedModel
 from worker.runner import Launched, Runner
 

@@ -12,7 +12,7 @@ from protos.plan import StepPlan
 from scheduler_svc.core.request import NewRequest, Sampling
 from tests.support import tiny_models
 from tests.support.in_process import InProcess
-from tests.worker.conftest import load
+from tests.support.loading import load
 from worker.model.load import LoadedModel
 from worker.runner import Launched
 from worker.step.sampler import SampleRows

@@ -17,30 +17,14 @@ import pytest
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from protos import link_pb2
 from tests.support import tiny_models
+from tests.support.loading import configure, load
 from tests.support.planner import GreedySample, Planner
-from worker.model.load import LoadedModel, load_folder
+from worker.model.load import LoadedModel
 from worker.runner import Runner
 
-PAGE_SIZE = 4
 NUM_CHUNKS = 200
 NUM_SWAP_CHUNKS = 40
-
-
-def configure(**settings: Any) -> link_pb2.Configure:
-    defaults = {
-        "device": "cpu",
-        "page_size": PAGE_SIZE,
-        "max_batch_tokens": 256,
-        "max_requests_per_batch": 32,
-        "num_threads": 1,  # tiny models: a second thread costs more than it brings
-    }
-    return link_pb2.Configure(**{**defaults, **settings})
-
-
-def load(path: Path, **settings: Any) -> LoadedModel:
-    return load_folder(str(path), configure(**settings), lambda _what, _share: None)
 
 
 @dataclass(slots=True, eq=False)

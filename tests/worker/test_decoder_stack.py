@@ -10,9 +10,10 @@ from torch import nn
 
 from tests.bench.step_speed import load as load_smollm2
 from tests.bench.step_speed import step_of
+from tests.support.loading import configure, load
 from tests.support.planner import Answer, GreedySample, Planner, Request, serve
 from tests.support.tiny_models import gemma2, gemma3, llama, olmo2, phi3, smollm3
-from tests.worker.conftest import NUM_CHUNKS, Served, configure, load
+from tests.worker.conftest import NUM_CHUNKS, Served
 from worker.cpu_layers.decoder_layer import FusedLayer, Workspace
 from worker.cpu_layers.decoder_stack import DecoderStack
 from worker.cpu_layers.fusing import fuse_model, unfuse_model

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import DbrxConfig, MixtralConfig
 
+from tests.support.loading import configure, load
 from tests.support.planner import GreedySample, Planner, serve
 from tests.support.tiny_models import cohere2, gemma3, gpt2, llama, phimoe, wide_llama
-from tests.worker.conftest import configure, load
 from worker.cpu_layers.deterministic import RowBits, check_dense, check_layer_bits, check_row_bits
 from worker.kv.geometry import UnsupportedModel
 from worker.runner import Runner

@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, Ministral3Config
 
+from tests.support.loading import configure, load
 from tests.support.planner import Answer, GreedySample, Planner, Request, serve
 from tests.support.tiny_models import SERVED, build, gemma3, llama, olmo2, phi3, qwen3, smollm3
-from tests.worker.conftest import NUM_CHUNKS, Served, configure, load
+from tests.worker.conftest import NUM_CHUNKS, Served
 from worker.cpu_layers.decoder_layer import FusedLayer
 from worker.cpu_layers.fusing import fuse_model, tried_positions, unfuse_model
 from worker.runner import Runner

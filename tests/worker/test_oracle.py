@@ -7,28 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.loading import configure, load
+from tests.support.oracle import generate
 from tests.support.planner import GreedySample, Planner, serve
 from tests.support.tiny_models import SERVED, cohere2, gemma2, gemma3, gpt_oss, llama, phi3, qwen3
-from tests.worker.conftest import NUM_CHUNKS, configure, load
+from tests.worker.conftest import NUM_CHUNKS
 from worker.kv.geometry import FULL_ATTENTION, Geometry
 from worker.runner import Runner
 
 MAX_TOKENS = [12, 3, 9, 12, 6, 10]
-
-
-def generate(model, prompt: list[int], max_tokens: int) -> list[int]:
-    """The greedy answer of transformers, one prompt at a time."""
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=max_tokens,
-            min_new_tokens=max_tokens,
-            pad_token_id=0,
-        )
-    return out[0, len(prompt) :].tolist()
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from tests.support import tiny_models
+from tests.support.loading import load
 from tests.support.planner import serve
-from tests.worker.conftest import load
 from worker.cpu_layers.packed_linear import PackedLinear
 from worker.cpu_layers.packing import is_packed, pack_model
 

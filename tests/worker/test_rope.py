@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PhimoeConfig
 
+from tests.support.oracle import generate
 from tests.support.planner import serve
 from tests.support.tiny_models import build, phi3_longrope, phimoe
-from tests.worker.test_oracle import generate
 from worker.kv.geometry import UnsupportedModel
 from worker.model.rope import pin_longrope
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.loading import configure, load
 from tests.support.planner import GreedySample, Request, plan_of
 from tests.support.tiny_models import llama
-from tests.worker.conftest import configure, load
 from worker.batch.inputs import InvalidPlan
 from worker.runner import Runner
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.loading import configure, load
 from tests.support.planner import GreedySample, Planner, Request, plan_of, serve
 from tests.support.tiny_models import gemma3, llama, mistral
-from tests.worker.conftest import NUM_SWAP_CHUNKS, configure, load
+from tests.worker.conftest import NUM_SWAP_CHUNKS
 from worker.kv.geometry import FULL_ATTENTION, SLIDING_ATTENTION, CacheGroup, Geometry
 from worker.kv.kv_pool import KvPool
 from worker.kv.swap import SwapPool, _pinned, merged_runs
