@@ -11,14 +11,16 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from protos import link_pb2
 from tests.support import tiny_models
-from tests.support.planner import Planner, Request
+from tests.support.core_driver import CoreDriver
 from tests.support.promised_geometry import promised_geometry
 from worker.attention.interface import ATTENTION_NAME, register
 from worker.memory.pool_size import plan_memory
@@ -79,27 +81,21 @@ def _load(config: PreTrainedConfig, configure: link_pb2.Configure) -> LoadedMode
 
 
 def _run_full_steps(runner: Runner) -> None:
-    """Both pools written; long prompts in full chunks, then as many rows
-    as go into a step, sampling with everything on."""
+    """Both pools written; a long prompt in full chunks, then as many rows and tokens as go into a
+    step, sampling with everything on."""
     geometry = runner.pool.geometry
     runner.pool.memory.fill_(1.0)
-    planner = Planner(geometry, runner.pool.num_chunks)
+    core = CoreDriver(runner.ready(), max_batch_tokens=512, max_requests=32)
     # blocks of the first group reach into every chunk: all groups share the bytes
     first, num_swapped = geometry.groups[0].first_block, runner.swap.num_blocks(0)
-    num_swapped = min(num_swapped, len(planner.free))
+    num_swapped = min(num_swapped, runner.pool.num_blocks(0) - first)
     swap_out = [(0, first + block, block) for block in range(num_swapped)]
-    requests = [Request(list(range(1, 16)), 1, row) for row in range(32)]
-    samples = {
-        "temperature": [1.0] * 32,
-        "top_p": [0.999] * 32,
-        "u": [0.999] * 32,
-    }
-    long = Request([7] * 1000, 1, row=0)
-    runner.step(planner.plan([(long, 512)], swap_out=swap_out))
-    runner.step(planner.plan([(long, 480)]))
-    planner.finish(long)
-    runner.step(planner.plan([(request, 12) for request in requests]))
-    runner.step(planner.plan([(request, 3) for request in requests], **samples))
+    core.submit_prompts([7] * 1000)
+    first_chunk, *others = core.plans_without_model()
+    runner.step(replace(first_chunk, swap_out=np.array(swap_out, np.int32)))
+    core.submit_prompts(*[range(1, 17)] * 32, temperature=1.0)
+    for plan in (*others, *core.plans_without_model()):
+        runner.step(plan)
 
 
 def _forget_peak() -> int:

@@ -9,32 +9,19 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tests.support import tiny_models
-from tests.support.loading import configure, load
-from tests.support.planner import GreedySample, Planner
-from worker.model.load import LoadedModel
-from worker.runner import Runner
+from tests.support.in_process import InProcess
+from tests.support.loading import load
 
-NUM_CHUNKS = 200
-NUM_SWAP_CHUNKS = 40
-
-
-@dataclass(slots=True, eq=False)
-class Served:
-    """A runner with its planner and stand-in sampler."""
-
-    runner: Runner
-    planner: Planner
-    sample: GreedySample
-    loaded: LoadedModel
+# of InProcess, not of Configure: ample memory, where nothing that is cached is found again
+ROOMY: Final = {"chunks": 198, "swap_chunks": 40, "max_requests": 32, "allow_block_sharing": False}
 
 
 @pytest.fixture(scope="session")
@@ -52,17 +39,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path,
 
 
 @pytest.fixture
-def served(saved: Callable[..., tuple[Path, PreTrainedModel]]) -> Callable[..., Served]:
-    """A fresh runner over a tiny model; settings go into Configure."""
+def served(saved: Callable[..., tuple[Path, PreTrainedModel]]) -> Callable[..., InProcess]:
+    """A tiny model with a fresh runner and a fresh core; other settings go into Configure."""
 
     def make(
-        config: Callable[[], PreTrainedConfig], *, hide_outputs: bool = False, **settings: Any
-    ) -> Served:
-        loaded = load(saved(config)[0], **settings)
-        sample = GreedySample()
-        runner = Runner(loaded, configure(**settings), NUM_CHUNKS, sample, NUM_SWAP_CHUNKS)
-        planner = Planner(loaded.geometry, NUM_CHUNKS, hide_outputs=hide_outputs)
-        return Served(runner, planner, sample, loaded)
+        config: Callable[[], PreTrainedConfig], *, depth: int = 1, **settings: Any
+    ) -> InProcess:
+        settings = {"max_batch_tokens": 256, **settings}
+        own = {name: settings.pop(name, value) for name, value in ROOMY.items()}
+        return InProcess(load(saved(config)[0], **settings), depth=depth, **own, **settings)
 
     return make
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.support.planner import Request
 from tests.support.tiny_models import llama
 from worker import runner as runner_module
 from worker.process.device_failure import DeviceFailed
@@ -61,13 +60,13 @@ def test_inputs_of_a_failed_step_are_not_overwritten_under_it(
 ) -> None:
     """What was begun still reads them; the next step would be computed from a mixture."""
     it = served(llama)
-    plan = it.planner.plan([(Request([1, 2, 3], 1, row=0), 3)])
+    plan, sample = it.first_plan([1, 2, 3]), it.runner._sample
     it.runner._sample = failing
     with pytest.raises(RuntimeError, match="a sampler's bug"):
         it.runner.launch(plan)
     inbound, compute, outbound = lanes
     assert (inbound.waited, compute.waited, outbound.waited) == (1, 1, 0)
-    it.runner._sample = it.sample
+    it.runner._sample = sample
     assert len(it.runner.step(plan).token_ids) == 1  # the set is free again
 
 
@@ -79,7 +78,7 @@ def test_a_broken_device_is_told_from_a_failed_step(
     it.runner._sample = failing
     lanes[1].is_broken = True
     with pytest.raises(DeviceFailed, match="a sampler's bug") as caught:
-        it.runner.launch(it.planner.plan([(Request([1, 2, 3], 1, row=0), 3)]))
+        it.runner.launch(it.first_plan([1, 2, 3]))
     assert "illegal memory access" in str(caught.value.__cause__)
 
 
@@ -88,9 +87,9 @@ def test_a_step_whose_result_fails_gives_its_buffers_back(
 ) -> None:
     """Else the launching thread waits for them for ever, and the worker never ends."""
     it = served(llama)
-    requests = [Request([1, 2, 3], 1, row=row) for row in range(3)]
-    launched = [it.runner.launch(it.planner.plan([(request, 3)])) for request in requests[:2]]
+    plan = it.first_plan([1, 2, 3])
+    launched = [it.runner.launch(plan) for _ in range(2)]
     lanes[2].is_broken = True
     with pytest.raises(RuntimeError, match="illegal memory access"):
         launched[0].wait()
-    it.runner.launch(it.planner.plan([(requests[2], 3)]))  # takes the first one's set
+    it.runner.launch(plan)  # takes the first one's set
