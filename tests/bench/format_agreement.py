@@ -88,7 +88,7 @@ class _Served:
         """[tokens, vocabulary]: of what follows each of them."""
         process, places = self._process, range(len(tokens))
         plan = process.first_plan(tokens)
-        process.runner.step(with_samples(plan, places, places, [plan.rows[0]] * len(tokens)))
+        process.step(with_samples(plan, places, places, [plan.rows[0]] * len(tokens)))
         process.core.absorb(without_model(plan))
         return process.logits.pop()
 

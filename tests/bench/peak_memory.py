@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from protos import link_pb2
+from scheduler_svc.core.request import Sampling
 from tests.support import tiny_models
 from tests.support.core_driver import CoreDriver
 from tests.support.promised_geometry import promised_geometry
@@ -92,10 +93,10 @@ def _run_full_steps(runner: Runner) -> None:
     swap_out = [(0, first + block, block) for block in range(num_swapped)]
     core.submit_prompts([7] * 1000)
     first_chunk, *others = core.plans_without_model()
-    runner.step(replace(first_chunk, swap_out=np.array(swap_out, np.int32)))
-    core.submit_prompts(*[range(1, 17)] * 32, temperature=1.0)
+    runner.launch(replace(first_chunk, swap_out=np.array(swap_out, np.int32))).wait()
+    core.submit_prompts(*[range(1, 17)] * 32, sampling=Sampling(1.0, top_p=0.999))
     for plan in (*others, *core.plans_without_model()):
-        runner.step(plan)
+        runner.launch(plan).wait()
 
 
 def _forget_peak() -> int:

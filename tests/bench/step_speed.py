@@ -91,7 +91,7 @@ def step_of(
     core.submit_prompts(*prompts, max_tokens=2)
     plan = next(plan for plan in core.plans_without_model() if plan.seq_lens[0] == num_tokens)
     assert len(plan.rows) == num_rows
-    return runner, lambda: runner.step(plan)
+    return runner, lambda: runner.launch(plan).wait()
 
 
 def linears_of(loaded: LoadedModel, num_rows: int) -> Callable[[], None]:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
+from typing import Final
 
 from protos import link_pb2
 from protos.plan import StepPlan, StepResult
@@ -20,6 +21,8 @@ from scheduler_svc.core.request import NewRequest, Request, Sampling
 from scheduler_svc.core.state import State
 from scheduler_svc.engine.ready_check import geometry_of
 from tests.support.without_model import without_model
+
+GREEDY: Final = Sampling(temperature=0)
 
 
 class CoreDriver:
@@ -54,9 +57,8 @@ class CoreDriver:
         return self.state.submit(new)
 
     def submit_prompts(
-        self, *prompts: Sequence[int], max_tokens: int = 1, temperature: float = 0
+        self, *prompts: Sequence[int], max_tokens: int = 1, sampling: Sampling = GREEDY
     ) -> None:
-        sampling = Sampling(temperature, top_p=0.999)
         for prompt in prompts:
             self.submit(NewRequest(next(self._names), prompt, max_tokens, sampling))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,10 @@ from tests.support.core_driver import CoreDriver
 from tests.support.loading import configure
 from worker.model.load import LoadedModel
 from worker.runner import Launched, Runner
-from worker.step.sampler import SampleRows, sample
+from worker.step import sampler
+from worker.step.sampler import SampleRows
 
+Sample = Callable[[torch.Tensor, SampleRows], torch.Tensor]
 Answerer = tuple[str, int]  # request_id and sibling index
 _Logits = dict[Answerer, dict[int, torch.Tensor]]  # [V] by the position of the sampled token
 
@@ -74,7 +76,6 @@ class InProcess:
             loaded,
             told,
             chunks + 2,
-            self._sample,
             num_swap_chunks=swap_chunks,
             is_padded=is_padded,
         )
@@ -90,16 +91,26 @@ class InProcess:
         self.state = self.core.state
         self.launched: deque[Launched] = deque()
         self.logits: list[torch.Tensor] = []  # [S, V] of every step that sampled
+        self.sample_with(sampler.sample)
 
-    def _sample(self, logits: torch.Tensor, samples: SampleRows) -> torch.Tensor:
-        self.logits.append(logits.clone())
-        return sample(logits, samples)
+    def sample_with(self, choose: Sample) -> None:
+        """From now on `choose` takes the sampler's place; logits are kept all the same."""
 
-    def step(self) -> tuple[StepPlan, StepResult]:
+        def sample(logits: torch.Tensor, samples: SampleRows) -> torch.Tensor:
+            self.logits.append(logits.clone())
+            return choose(logits, samples)
+
+        self.runner._sample = sample
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Runs a plan, whether the core made it or not, and waits for its result."""
+        return self.runner.launch(plan).wait()
+
+    def next_step(self) -> tuple[StepPlan, StepResult]:
         """Plans, runs and absorbs one step."""
         plan = self.core.plan()
         assert plan is not None, "nothing to plan"
-        result = self.runner.step(plan)
+        result = self.step(plan)
         self.core.absorb(result)
         return plan, result
 

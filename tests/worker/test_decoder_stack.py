@@ -102,7 +102,7 @@ def test_long_steps_go_through_a_layer_in_parts(
     settings = {"num_threads": 2, "weight_format": weight_format, "max_batch_tokens": 360}
     one, other = served(make, **settings), one_by_one(served(make, **settings))
     for it in (one, other):
-        it.runner.step(it.first_plan(*prompts))
+        it.step(it.first_plan(*prompts))
     assert torch.equal(one.runner.pool.memory, other.runner.pool.memory)
 
 
@@ -119,7 +119,7 @@ def test_the_last_layer_ends_with_the_rows_that_become_logits(
         prompts = [[3 * j + 2 for j in range(20)], [7, 8, 9], [5 * j + 1 for j in range(12)]]
         plan = it.first_plan(*prompts)
         assert plan.logits_indices.tolist() == [19, 22]  # the third prompt goes on
-        it.runner.step(plan)
+        it.step(plan)
     same = (hidden[0] == hidden[1]).all(dim=1).nonzero().flatten().tolist()
     assert same == [19, 22]
 
@@ -170,9 +170,9 @@ def test_a_model_that_begins_to_compute_between_layers_is_stopped(
     hook = it.loaded.model.base_model.layers[2].register_forward_pre_hook(scaled)
     plan = it.first_plan([5, 6, 7])
     with pytest.raises(RuntimeError, match="layer 2 does not get what the one before it gave"):
-        it.runner.step(plan)
+        it.step(plan)
     hook.remove()
-    assert it.runner.step(plan).is_finite.tolist() == [1]
+    assert it.step(plan).is_finite.tolist() == [1]
 
 
 @pytest.mark.smollm2
@@ -207,7 +207,7 @@ def test_a_token_that_is_named_often_stays_within_the_workspace(
     it = served(olmo2, num_threads=1)  # as many heads for keys as for queries
     monkeypatch.setattr(Workspace, "reserve", reserve_and_guard)
     plan = it.first_plan(range(3, 11))
-    it.runner.step(with_samples(plan, logits_indices=[7] * 12, sample_logits=[0], sample_rows=[0]))
+    it.step(with_samples(plan, logits_indices=[7] * 12, sample_logits=[0], sample_rows=[0]))
     assert guarded
     for name, memory in guarded.items():
         assert (memory[len(memory) // 2 :] == 7.0).all(), f"{name} was written beyond its end"

@@ -216,6 +216,6 @@ def test_padding_never_touches_a_request(served):
     """Padding must write into its reserved chunk only, and read nothing but zeros."""
     it = served(llama, deterministic=True, weight_format="unpacked")
     plan = it.first_plan([5, 6, 7])
-    it.runner.step(plan)
+    it.step(plan)
     written = it.runner.pool.blocks(0).flatten(1).any(dim=1).nonzero().flatten().tolist()
     assert written == [1, *blocks_of(plan, plan.rows[0])]

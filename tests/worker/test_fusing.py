@@ -238,4 +238,4 @@ def test_non_finite_values_stay_what_they_are(served, value):
     and infinities through, and only into their own row."""
     it = served(llama)
     it.loaded.model.get_input_embeddings().weight.data[6, 3] = value
-    assert it.runner.step(it.first_plan([5, 6, 7], [5, 7])).is_finite.tolist() == [0, 1]
+    assert it.step(it.first_plan([5, 6, 7], [5, 7])).is_finite.tolist() == [0, 1]

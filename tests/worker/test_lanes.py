@@ -12,6 +12,7 @@ import torch
 from tests.support.tiny_models import llama
 from worker import runner as runner_module
 from worker.process.device_failure import DeviceFailed
+from worker.step.sampler import sample
 
 
 @dataclass
@@ -60,14 +61,14 @@ def test_inputs_of_a_failed_step_are_not_overwritten_under_it(
 ) -> None:
     """What was begun still reads them; the next step would be computed from a mixture."""
     it = served(llama)
-    plan, sample = it.first_plan([1, 2, 3]), it.runner._sample
-    it.runner._sample = failing
+    plan = it.first_plan([1, 2, 3])
+    it.sample_with(failing)
     with pytest.raises(RuntimeError, match="a sampler's bug"):
         it.runner.launch(plan)
     inbound, compute, outbound = lanes
     assert (inbound.waited, compute.waited, outbound.waited) == (1, 1, 0)
-    it.runner._sample = sample
-    assert len(it.runner.step(plan).token_ids) == 1  # the set is free again
+    it.sample_with(sample)
+    assert len(it.step(plan).token_ids) == 1  # the set is free again
 
 
 def test_a_broken_device_is_told_from_a_failed_step(
@@ -75,7 +76,7 @@ def test_a_broken_device_is_told_from_a_failed_step(
 ) -> None:
     """Each step would fail, one request after another be given up, and the worker live on."""
     it = served(llama)
-    it.runner._sample = failing
+    it.sample_with(failing)
     lanes[1].is_broken = True
     with pytest.raises(DeviceFailed, match="a sampler's bug") as caught:
         it.runner.launch(it.first_plan([1, 2, 3]))

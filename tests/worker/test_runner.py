@@ -24,7 +24,7 @@ def test_blocks_outside_of_the_plan_stay_byte_identical(served):
     blocks[2:].copy_(torch.randn(blocks[2:].shape))
     before = blocks.clone()
     plan = it.first_plan([1] * 9, [2] * 6)
-    it.runner.step(plan)
+    it.step(plan)
     changed = (blocks != before).flatten(1).any(dim=1).nonzero().flatten().tolist()
     assert plan.seq_lens.tolist() == [9, 5]
     assert changed == sorted(plan.blocks.tolist())
@@ -41,7 +41,7 @@ def test_stale_values_in_reused_blocks_do_not_matter(served):
         it.runner.pool.blocks(0)[2:] = stale
         it.core.submit_prompts([5, 6, 7, 8, 9, 10])
         for _ in range(2):
-            assert it.step()[1].is_finite.tolist() == [1]
+            assert it.next_step()[1].is_finite.tolist() == [1]
         answers.append(it.logits[-1])
     assert torch.equal(*answers)
 
@@ -50,13 +50,13 @@ def test_only_the_row_that_is_not_finite_is_reported(served):
     """One poisoned request must fail alone, sampling or not; its neighbours go on."""
     it = served(llama, deterministic=True, max_batch_tokens=7, max_requests=2, depth=2)
     it.core.submit_prompts([1, 2, 3], range(3, 15), max_tokens=4)
-    first, result = it.step()
+    first, result = it.next_step()
     assert result.is_finite.tolist() == [1, 1]
     it.runner.pool.blocks(0)[blocks_of(first, first.rows[1])[0]] = math.inf
     # in the middle of the prompt, then sampling: both planned before the scheduler is told
     for plan in (it.core.plan(), it.core.plan()):
         assert plan.rows.tolist() == first.rows.tolist()
-        assert it.runner.step(plan).is_finite.tolist() == [1, 0]
+        assert it.step(plan).is_finite.tolist() == [1, 0]
     assert len(plan.sample_rows) == 2
 
 
@@ -71,10 +71,10 @@ def test_logits_that_are_not_finite_are_reported(served):
         lambda _module, _inputs, logits: torch.where(logits.isnan(), -math.inf, logits)
     )
     it.core.submit_prompts([1, 2, 3])
-    assert it.step()[1].is_finite.tolist() == [1]
+    assert it.next_step()[1].is_finite.tolist() == [1]
     hook.remove()
     it.loaded.model.lm_head.register_forward_hook(lambda _m, _i, logits: logits * math.nan)
-    assert it.step()[1].is_finite.tolist() == [0]
+    assert it.next_step()[1].is_finite.tolist() == [0]
 
 
 def test_sampling_parameters_reach_the_sampler(served):
@@ -87,8 +87,8 @@ def test_sampling_parameters_reach_the_sampler(served):
         seen.append((logits.dtype, logits.shape, [p.tolist() for p in parameters]))
         return torch.tensor([5, 6])
 
-    it.runner._sample = sample
-    result = it.runner.step(
+    it.sample_with(sample)
+    result = it.step(
         plan_of(
             token_ids=[1, 2, 3],
             rows=[0, 31],
@@ -120,10 +120,10 @@ def test_logits_are_copied_only_where_samples_need_another_order(served):
     it.loaded.model.lm_head.register_forward_hook(
         lambda _module, _inputs, logits: given.append(logits[0])
     )
-    it.runner._sample = lambda logits, *_: used.append(logits) or logits.argmax(dim=-1)
+    it.sample_with(lambda logits, _: used.append(logits) or logits.argmax(dim=-1))
     plan = it.first_plan([1, 2], [4, 5])
     for order in ([0, 1], [1, 0]):
-        it.runner.step(with_samples(plan, plan.logits_indices, order, plan.sample_rows[order]))
+        it.step(with_samples(plan, plan.logits_indices, order, plan.sample_rows[order]))
         assert torch.equal(used[-1], given[-1][order])
         assert (used[-1].data_ptr() == given[-1].data_ptr()) == (order == [0, 1])
 
@@ -151,7 +151,7 @@ def test_a_plan_of_copies_alone_runs_no_forward(served):
     it = served(llama)
     blocks = it.runner.pool.blocks(0)
     blocks[5] = 1.5
-    result = it.runner.step(plan_of(copy=[[0, 5, 8]]))
+    result = it.step(plan_of(copy=[[0, 5, 8]]))
     assert len(result.token_ids) == len(result.is_finite) == 0
     assert torch.equal(blocks[8], blocks[5])
 
@@ -162,17 +162,11 @@ def test_siblings_are_sampled_from_one_row_of_logits(served):
     it = served(llama, depth=2)
     it.answers([[1], [2], [3]], [2, 3, 1])  # rows come back in no order
     drawn = [[40, 41, 42]]
-    sample = it.runner._sample
-
-    def draw(logits, samples):
-        tokens = sample(logits, samples)
-        return torch.tensor(drawn.pop()) if drawn else tokens
-
-    it.runner._sample = draw
+    it.sample_with(lambda logits, _: torch.tensor(drawn.pop()) if drawn else logits.argmax(dim=-1))
     it.core.submit(NewRequest("n", [5, 6, 7, 8, 9, 10], 2, Sampling(0), n=3))
     fork, decode = it.core.plan(), it.core.plan()
     assert sorted(fork.sample_rows) == [0, 1, 2] != fork.sample_rows.tolist()
-    result = it.runner.step(fork)
+    result = it.step(fork)
     assert result.token_ids.tolist() == [40, 41, 42]
     assert result.is_finite.tolist() == [1]
     first = it.logits[-1]
@@ -181,10 +175,10 @@ def test_siblings_are_sampled_from_one_row_of_logits(served):
 
     assert decode.token_ids.tolist() == [-1, -1, -1]
     assert len(decode.copy) == 2
-    it.runner.step(decode)
+    it.step(decode)
     from_device = it.logits[-1]
     known = np.array([40, 41, 42], np.int32)
-    it.runner.step(replace(decode, copy=decode.copy[:0], token_ids=known))
+    it.step(replace(decode, copy=decode.copy[:0], token_ids=known))
     assert torch.equal(from_device, it.logits[-1])
     assert not torch.equal(from_device[0], from_device[1])
 
@@ -225,7 +219,7 @@ def test_features_that_come_later_are_refused_by_name(served, changes, name):
         },
     )
     with pytest.raises(ValueError, match=f"step 8 asks for {name}"):
-        it.runner.step(plan)
+        it.step(plan)
 
 
 def test_a_refused_plan_changes_nothing(served):
@@ -243,7 +237,7 @@ def test_a_refused_plan_changes_nothing(served):
     it.runner.pool.blocks(0)[5] = 1.0
     before = it.runner.pool.blocks(0).clone()
     with pytest.raises(InvalidPlan, match="blocks must lie in"):
-        it.runner.step(plan)
+        it.step(plan)
     assert torch.equal(it.runner.pool.blocks(0), before)
 
 
@@ -255,4 +249,4 @@ def test_plans_as_they_arrive_are_read_only(served):
         array = getattr(plan, name)
         if isinstance(array, np.ndarray):
             array.flags.writeable = False
-    assert it.runner.step(plan).is_finite.tolist() == [1]
+    assert it.step(plan).is_finite.tolist() == [1]

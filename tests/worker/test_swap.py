@@ -69,15 +69,15 @@ def test_a_request_goes_on_after_a_stay_in_the_swap_pool(served, make, prompts):
     blocks, in to other blocks, on."""
     plain, it = (served(make, max_batch_tokens=20, max_requests=1) for _ in range(2))
     plain.core.submit_prompts(prompts[2], max_tokens=8)
-    first, *rest = [plain.step() for _ in range(9)]
-    it.runner.step(first[0])
+    first, *rest = [plain.next_step() for _ in range(9)]
+    it.step(first[0])
     out, back, moved = _moved(it, first[0])
-    it.runner.step(plan_of(step_id=90, swap_out=out, **_no_tables(it)))
+    it.step(plan_of(step_id=90, swap_out=out, **_no_tables(it)))
     it.runner.pool.memory.fill_(math.nan)
-    it.runner.step(plan_of(step_id=91, swap_in=back, **_no_tables(it)))
+    it.step(plan_of(step_id=91, swap_in=back, **_no_tables(it)))
     it.runner.pool.blocks(0)[: it.loaded.geometry.groups[0].first_block] = 0
     for plan, expected in rest:
-        result = it.runner.step(replace(plan, blocks=moved(plan)))
+        result = it.step(replace(plan, blocks=moved(plan)))
         assert result.is_finite.tolist() == [1]
         assert result.token_ids.tolist() == expected.token_ids.tolist()
 
@@ -117,10 +117,10 @@ def test_out_comes_before_in_and_in_before_copies(served):
     it = served(llama)
     blocks = it.runner.pool.blocks(0)
     blocks[5], blocks[6] = 5.0, 6.0
-    it.runner.step(plan_of(swap_out=[[0, 6, 0]]))
-    it.runner.step(plan_of(swap_out=[[0, 5, 1]], swap_in=[[0, 0, 5]], copy=[[0, 5, 8]]))
+    it.step(plan_of(swap_out=[[0, 6, 0]]))
+    it.step(plan_of(swap_out=[[0, 5, 1]], swap_in=[[0, 0, 5]], copy=[[0, 5, 8]]))
     assert (float(blocks[5].mean()), float(blocks[8].mean())) == (6.0, 6.0)
-    it.runner.step(plan_of(swap_in=[[0, 1, 9]]))
+    it.step(plan_of(swap_in=[[0, 1, 9]]))
     assert float(blocks[9].mean()) == 5.0
 
 
