@@ -73,11 +73,7 @@ class InProcess:
         )
         self.loaded = loaded
         self.runner = Runner(
-            loaded,
-            told,
-            chunks + 2,
-            num_swap_chunks=swap_chunks,
-            is_padded=is_padded,
+            loaded, told, chunks + 2, num_swap_chunks=swap_chunks, is_padded=is_padded
         )
         self.core = CoreDriver(
             self.runner.ready(),
@@ -152,9 +148,8 @@ class InProcess:
         for who, token_ids in served.tokens.items():
             start = prompts[who[0]]
             served.tokens[who] = token_ids[start:]
-            if logits:
-                positions = range(start, len(token_ids))
-                served.logits[who] = torch.stack([logits[who][at] for at in positions])
+            positions = range(start, len(token_ids))
+            served.logits[who] = torch.stack([logits[who][at] for at in positions])
         served.offloads, served.restores, served.soft_resets, served.cached_tokens = (
             now - then for now, then in zip(self._counters(), counted, strict=True)
         )
