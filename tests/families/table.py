@@ -48,7 +48,7 @@ has one.
 
 
 def outcomes(names: Iterable[str], processes: int = 1) -> Iterator[tuple[str, Outcome]]:
-    """As they come, each from a process of its own."""
+    """Outcomes in the order of completion, each from a process of its own."""
     waiting = list(names)[::-1]
     running: dict[Connection, tuple[str, int]] = {}
     while waiting or running:

@@ -2,7 +2,7 @@
 
 Alone, batched with prompts in chunks, and with the reference attention. Each trial ends as one of
 EQUAL, REFUSED (by name, with the reason) or IMPOSSIBLE (no tiny model can be built, and why);
-whatever else comes of it is WRONG: other tokens, a crash, a refusal without a name.
+anything else is WRONG: other tokens, a crash, a refusal without a reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_TOKENS: Final = (14, 9, 20, 12, 16, 12, 10, 18)
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a family's trial; `reason` is empty where tokens are equal."""
+    """The outcome of a family's trial; `reason` is empty where tokens are equal."""
 
     result: str
     reason: str = ""
@@ -60,7 +60,7 @@ def try_family(name: str, folder: Path, built: Callable[[], None]) -> Outcome:
 
 
 def _build(config: PreTrainedConfig) -> PreTrainedModel:
-    """With random weights that are wide enough for answers to wander."""
+    """A model with random weights, wide enough for its answers to vary."""
     model = AutoModelForCausalLM.from_config(
         copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32
     )

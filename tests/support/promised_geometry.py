@@ -8,7 +8,7 @@ from worker.kv.geometry import SLIDING_ATTENTION, Geometry, LayerShape, geometry
 
 
 def promised_geometry(config: PreTrainedConfig, page_size: int, itemsize: int) -> Geometry:
-    """Of a model whose layers are alike but for their windows."""
+    """For models whose layers differ in their windows only."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
