@@ -193,7 +193,7 @@ def test_the_embedded_model_is_served_by_a_stack_over_narrow_weights(
 def test_a_token_that_is_named_often_stays_within_the_workspace(
     served: Callable[..., InProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DESIGN allows several logits of a row; more of them than tokens wrote behind the arrays."""
+    """A row may have several logits; more of them than tokens once wrote behind the arrays."""
     guarded: dict[str, torch.Tensor] = {}
     reserve = Workspace.reserve
 

@@ -30,7 +30,7 @@ MAX_TOKENS = [3, 2, 3, 2, 2, 3]
 def test_logits_are_bitwise_equal_alone_batched_and_chunked(
     served, prompts, make, num_threads, weight_format
 ):
-    """The promise itself (worker notes, section 9): every logit of six requests, alone and whole
+    """The promise itself: every logit of six requests, alone and whole
     against staggered, chunked, mixed. One kernel that takes another path breaks it."""
     settings = {
         "deterministic": True,
@@ -38,9 +38,9 @@ def test_logits_are_bitwise_equal_alone_batched_and_chunked(
         "page_size": 16,
         "weight_format": weight_format,
     }
-    alone = []
+    it, alone = served(make, **settings), []
     for prompt, count in zip(prompts, MAX_TOKENS, strict=True):
-        alone += served(make, **settings).answers([prompt], [count])
+        alone += it.answers([prompt], [count])
     for chunk, stagger in ((48, 1), (7, 0)):
         it = served(make, max_batch_tokens=chunk, max_requests=7, **settings)
         together = it.answers(prompts, MAX_TOKENS, stagger)
