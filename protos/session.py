@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from typing import Final
 
-PROTOCOL: Final = 1  # both ends must speak the same one
+PROTOCOL: Final = 2  # both ends must speak the same one
 HEARTBEAT_SECONDS: Final = 0.5  # between two heartbeats, in either direction

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from scheduler_svc.core import views
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.policies import POLICIES
+from scheduler_svc.engine import views
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.events import Event, Status
 from scheduler_svc.engine.worker_link import WorkerLink

@@ -70,9 +70,7 @@ def arrays(draw: st.DrawFn, rows: Any, dimensions: tuple[str, ...]) -> dict[str,
 
 
 plans = st.builds(
-    lambda values, step_id, awaits_mask: layout.StepPlan(
-        step_id=step_id, awaits_mask=awaits_mask, **values
-    ),
+    lambda values, step_id, awaits_mask: layout.StepPlan.from_arrays(step_id, awaits_mask, values),
     arrays(layout.PLAN_LAYOUT, layout.PLAN_DIMENSIONS),
     st.integers(0, 2**62),
     st.booleans(),
@@ -85,10 +83,18 @@ results = st.builds(
 )
 
 
+def values(message: Any) -> list[Any]:
+    """The message's fields; those of its mappings last."""
+    found: list[Any] = []
+    for field in dataclasses.fields(message):
+        value = getattr(message, field.name)
+        found += [value[name] for name in sorted(value)] if isinstance(value, dict) else [value]
+    return found
+
+
 def same(left: Any, right: Any) -> bool:
     """Bitwise, so that NaN equals itself and -0.0 differs from 0.0."""
-    for field in dataclasses.fields(left):
-        mine, other = getattr(left, field.name), getattr(right, field.name)
+    for mine, other in zip(values(left), values(right), strict=True):
         if isinstance(mine, np.ndarray):
             if mine.dtype != other.dtype or mine.shape != other.shape:
                 return False

@@ -26,11 +26,11 @@ import numpy as np
 import torch
 
 from protos import link_pb2
-from protos.plan import Int32, StepPlan, StepResult, empty_plan
+from protos.plan import StepPlan, StepResult, empty_plan
 from worker.attention import choose_backend
 from worker.batch.inputs import StepInputs, prepare_inputs
 from worker.batch.padding import PaddedShape, PaddedShapes, row_shape
-from worker.batch.plan_values import check_values, refuse_later_features
+from worker.batch.plan_values import PlanBounds, check_plan
 from worker.cpu_layers.deterministic import RowBits, prove_row_bits
 from worker.cpu_layers.packing import is_packed
 from worker.kv.kv_pool import KvPool
@@ -41,8 +41,9 @@ from worker.model.load import LoadedModel
 from worker.process.device_failure import DeviceFailed
 from worker.step.forward import Forward, Forwarded
 from worker.step.graphs import StaticForward
-from worker.step.io_buffers import Capacity, InputBuffer, OutputBuffer
+from worker.step.io_buffers import Capacity, InputBuffer
 from worker.step.lanes import Mark, new_lane, settle
+from worker.step.output_buffer import OutputBuffer
 from worker.step.pre_ops import MOST_IN_FLIGHT, PreOps
 from worker.step.sampler import SampleRows, sample
 
@@ -105,9 +106,6 @@ class Runner:
             _logger.info("keys and values are stored as %s, computed in %s", stored, computed)
         self.pool = KvPool(self._geometry, num_chunks, loaded.kv_dtype, loaded.device)
         self.swap = SwapPool(self.pool, num_swap_chunks)
-        groups = range(len(self._geometry.groups))
-        self._num_blocks = [self.pool.num_blocks(group) for group in groups]
-        self._num_swap_blocks = [self.swap.num_blocks(group) for group in groups]
 
         self._inbound, self._compute, self._outbound = (new_lane(self._device) for _ in range(3))
         self._pre_ops = PreOps(self.pool, self.swap, self._device)
@@ -121,6 +119,17 @@ class Runner:
             self._row_multiple,
         )
         capacity = self._capacity()
+        groups = range(capacity.groups)
+        self._bounds = PlanBounds(
+            groups=self._geometry.groups,
+            page_size=self._geometry.page_size,
+            num_blocks=[self.pool.num_blocks(group) for group in groups],
+            num_swap_blocks=[self.swap.num_blocks(group) for group in groups],
+            num_rows=len(self._last_token),
+            num_embeddings=loaded.num_embeddings,
+            max_tokens=self._shapes.most_tokens,
+            max_blocks=capacity.blocks - capacity.groups * self._shapes.most_tokens,
+        )
         self._sets = [_IoSet(capacity, self._device) for _ in range(MOST_IN_FLIGHT)]
         self._num_launched = 0
         self._forward = Forward(
@@ -144,21 +153,12 @@ class Runner:
     def launch(self, plan: StepPlan) -> Launched:
         """Begin `plan`. With two steps launched, waits until the result of the older is taken.
 
-        Raises ValueError (InvalidPlan included) for a plan that contradicts itself or asks for
-        what does not exist yet; then the KV of no block has changed. Raises DeviceFailed where the
-        device will do nothing more.
+        Raises InvalidPlan for a plan that contradicts itself or exceeds what this worker has; then
+        the KV of no block has changed. Raises DeviceFailed where the device will do nothing more.
         """
-        refuse_later_features(plan)
-        check_values(plan, len(self._last_token), self._loaded.num_embeddings)
+        check_plan(plan, self._bounds)
         shape = self._shape_of(plan)
-        inputs = prepare_inputs(
-            plan,
-            self._geometry.groups,
-            self._num_blocks,
-            self._geometry.page_size,
-            shape,
-            num_swap_blocks=self._num_swap_blocks,
-        )
+        inputs = prepare_inputs(plan, self._geometry.groups, self._geometry.page_size, shape)
         io = self._sets[self._num_launched % len(self._sets)]
         io.take()
         try:
@@ -213,7 +213,7 @@ class Runner:
     def _sample_rows(
         self, plan: StepPlan, samples: SampleRows, logits: torch.Tensor
     ) -> torch.Tensor:
-        """Tokens [S]; each row's is remembered for plans that do not know it yet."""
+        """Tokens [S]; each row's last one is remembered for plans that do not know it yet."""
         count = len(samples.rows)
         if not count:
             return samples.rows
@@ -221,7 +221,12 @@ class Runner:
         in_order = np.array_equal(plan.sample_logits, np.arange(count))
         chosen = logits[:count] if in_order else logits[samples.logits]
         tokens = self._sample(chosen.float(), samples)
-        self._last_token[samples.rows] = tokens
+        is_last = np.append(plan.sample_rows[1:] != plan.sample_rows[:-1], True)  # of its row
+        if is_last.all():
+            self._last_token[samples.rows] = tokens
+        else:
+            last = torch.from_numpy(np.flatnonzero(is_last)).to(tokens.device)
+            self._last_token[samples.rows[last]] = tokens[last]
         return tokens
 
     def _shape_of(self, plan: StepPlan) -> PaddedShape:
@@ -243,9 +248,10 @@ class Runner:
         return Capacity(
             tokens=self._shapes.most_tokens,
             requests=requests,
-            logits=self._shapes.most_logits,
+            logits=self._shapes.most_tokens,
             samples=len(self._last_token),
-            blocks=requests * pages + self._shapes.most_tokens,
+            # padding: at most a page for each token
+            blocks=requests * pages + len(self._geometry.groups) * self._shapes.most_tokens,
             groups=len(self._geometry.groups),
         )
 
@@ -253,8 +259,7 @@ class Runner:
         assert self._static is not None
         groups = self._geometry.groups
         plan = empty_plan(len(groups))
-        page_size = self._geometry.page_size
-        inputs = prepare_inputs(plan, groups, self._num_blocks, page_size, shape)
+        inputs = prepare_inputs(plan, groups, self._geometry.page_size, shape)
         self._static.static.write(plan, inputs, self._loaded.vocab_size)
         self._static.static.to_device()
 
@@ -295,7 +300,8 @@ class _IoSet:
 
     def __init__(self, capacity: Capacity, device: torch.device) -> None:
         self.inputs = InputBuffer(capacity, device)
-        self.outputs = OutputBuffer(capacity, device)
+        size = capacity.samples + capacity.tokens + capacity.logits
+        self.outputs = OutputBuffer(size, device)
         self._is_free = threading.Semaphore()
 
     def take(self) -> None:
@@ -337,7 +343,8 @@ class Launched:
         if len(plan.rows):
             starts = plan.query_start_loc[:-1]
             is_finite = np.logical_and.reduceat(is_token_finite, starts).astype(np.int32)
-        return _result(plan, token_ids, is_finite, microseconds)
+        # the loop knows how long the plan was queued
+        return StepResult(plan.step_id, microseconds, 0, token_ids, is_finite)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -358,21 +365,3 @@ def _captures(loaded: LoadedModel, configure: link_pb2.Configure, attention: str
     if obstacle is not None:
         _logger.warning("steps run without CUDA graphs: %s", obstacle)
     return obstacle is None
-
-
-def _result(
-    plan: StepPlan, token_ids: Int32, is_finite: Int32, device_microseconds: int
-) -> StepResult:
-    samples = len(token_ids)
-    return StepResult(
-        step_id=plan.step_id,
-        device_microseconds=device_microseconds,
-        queue_microseconds=0,  # the loop knows when the plan came
-        token_ids=token_ids,
-        is_finite=is_finite,
-        logprobs=np.zeros(samples, np.float32),
-        ranks=np.zeros(samples, np.int32),
-        top_start=np.zeros(samples + 1, np.int32),
-        top_ids=np.zeros(0, np.int32),
-        top_logprobs=np.zeros(0, np.float32),
-    )

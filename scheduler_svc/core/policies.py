@@ -49,7 +49,6 @@ class Policy:
     phases: tuple[Phase, ...]
     safety_margin: float  # the default
     by_priority: bool = False
-    holds_finished: bool = False  # a batch's rows leave together, with pages reserved for all
 
     def urgency(self, request: Request) -> int:
         """Lower goes first; never changes, so a queue can be kept in order. Ticket if equal."""
@@ -63,6 +62,6 @@ PREFILL_FIRST: Final = Policy(
 PRIORITY: Final = Policy(
     "priority", (Phase.DECODING, Phase.PREFILLING, Phase.PENDING), 0.2, by_priority=True
 )
-STATIC: Final = Policy("static", (), 0.0, holds_finished=True)  # see static_batches.py
+STATIC: Final = Policy("static", (), 0.0)  # see static_batches.py
 
 POLICIES: Final = {policy.name: policy for policy in (FIFO, PREFILL_FIRST, PRIORITY, STATIC)}

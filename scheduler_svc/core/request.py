@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protos.plan import Int32
+from protos.sampling import SamplerParameters
 
 NO_ROW: Final = -1
 
@@ -33,13 +34,9 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(SamplerParameters):
     """How to choose tokens; every value is resolved and valid (the API checks them)."""
 
-    temperature: float = 1.0  # 0 = greedy
-    top_k: int = 0  # 0 = off
-    top_p: float = 1.0
-    min_p: float = 0.0
     seed: int = 0  # 0 <= seed < 2^63
     stop_token_ids: frozenset[int] = frozenset()  # EOS included, unless it is to be ignored
 
@@ -50,11 +47,12 @@ class NewRequest:
 
     request_id: str
     prompt_token_ids: Sequence[int]  # at least one
-    max_tokens: int  # at least 1
+    max_tokens: int  # 0 = compute the prompt, sample nothing
     sampling: Sampling = field(default_factory=Sampling)
     priority: int = 0  # lower first
     cache_salt: str = ""
     n: int = 1  # siblings that continue the same prompt
+    speculate: int = 0  # most guessed tokens that a step verifies
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +91,7 @@ class Request:
     sampling: Sampling
     priority: int = 0
     cache_salt: str = ""
+    speculate: int = 0
     index: int = 0  # among its siblings
     siblings: list[Request] = field(default_factory=list)  # to be forked off when it samples
 
@@ -108,6 +107,7 @@ class Request:
     awaited: bytes | None = None  # name of the last block that another is filling for it
     hit: Hit | None = None  # what was found in the prefix cache at the last look
     swapped: Swapped | None = None  # set while it is offloaded
+    drafts: tuple[int, ...] = ()  # guesses what follows token_ids, to be verified
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it, if one did
     # [num_prompt_tokens] to compare with others'

@@ -10,13 +10,15 @@ stored by plans in flight), `known` is what has *come back*.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from protos.plan import Float32, Int32
+from protos.plan import Arrays, Int32
+from protos.sampling import SAMPLER_FIELDS
 from scheduler_svc.core.request import NO_ROW, Request
 from scheduler_svc.core.seeds import streams
 
@@ -26,28 +28,47 @@ NO_TOKEN: Final = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingColumns:
-    """How some rows sample, and what this version leaves neutral. All [n]."""
+    """Sampling parameters of some rows. All [n]."""
 
-    temperature: Float32
-    top_k: Int32
-    top_p: Float32
-    min_p: Float32
-    stream: npt.NDArray[np.uint64]
-    penalties_off: tuple[Float32, Float32]  # the one that multiplies, those that are added
-    no_logprobs: Int32
+    streams: npt.NDArray[np.uint64]  # that their uniform numbers are drawn from (seeds.py)
+    parameters: Arrays  # one array for each of SAMPLER_FIELDS
+
+
+_Gathered = TypeVar("_Gathered")
+
+
+class _LastGather(Generic[_Gathered]):
+    """What was gathered last, for as long as it is asked for of the same rows: decode steps gather
+    once, not step after step. Read only."""
+
+    def __init__(self, gather: Callable[[Int32], _Gathered]) -> None:
+        self._gather = gather
+        self._last: tuple[bytes, _Gathered] | None = None
+
+    def __call__(self, rows: Int32) -> _Gathered:
+        key = rows.tobytes()
+        if self._last is None or self._last[0] != key:
+            self._last = key, self._gather(rows)
+        return self._last[1]
+
+    def forget(self) -> None:
+        self._last = None
 
 
 class Rows:
-    """The rows' arrays; N rows, G cache groups, W columns of a block table."""
+    """The arrays of N rows."""
 
-    def __init__(self, num_rows: int, num_groups: int, table_width: int) -> None:
+    def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self.computed = np.zeros(num_rows, np.int32)  # [N] tokens scheduled
         self.known = np.zeros(num_rows, np.int32)  # [N] len(token_ids)
         self.outstanding = np.zeros(num_rows, np.int32)  # [N] samples planned, not returned
         self.limit = np.zeros(num_rows, np.int32)  # [N] prompt + max_tokens
-        # [N] samples that are not planned yet; 0 while it waits for a fork, and once it has ended
-        self.unplanned = np.zeros(num_rows, np.int32)
+        # [N] tokens to compute in all: a last sample needs no KV; 0 while the row waits for a fork,
+        # and once it has ended
+        self.goal = np.zeros(num_rows, np.int32)
+        self.num_drafts = np.zeros(num_rows, np.int32)  # [N] guessed tokens to be verified
+        self.speculates = np.zeros(num_rows, np.bool_)  # [N] never planned ahead
         self.last_token = np.zeros(num_rows, np.int32)  # [N] token_ids[-1]
         self.is_decoding = np.zeros(num_rows, np.bool_)  # [N] all known tokens are scheduled
         self.is_finished = np.zeros(num_rows, np.bool_)  # [N] ended, but a plan names the row
@@ -58,32 +79,26 @@ class Rows:
         self.num_in_flight = np.zeros(num_rows, np.int32)  # [N] plans that name the row
         self.generation = np.zeros(num_rows, np.int32)  # [N] counts the tenants that have left
         self.published = np.zeros(num_rows, np.int32)  # [N] pages named in the prefix cache
+        self.num_speculating = 0  # rows
 
-        self.temperature = np.zeros(num_rows, np.float32)  # [N]
-        self.top_k = np.zeros(num_rows, np.int32)  # [N]
-        self.top_p = np.ones(num_rows, np.float32)  # [N]
-        self.min_p = np.zeros(num_rows, np.float32)  # [N]
-        self.stream = np.zeros(num_rows, np.uint64)  # [N] of its uniform numbers (seeds.py)
+        self.sampling = SamplingColumns(  # [N]
+            np.zeros(num_rows, np.uint64),
+            {name: np.zeros(num_rows, entry.dtype) for name, entry in SAMPLER_FIELDS.items()},
+        )
         self.stop_ids = np.full((MAX_STOP_IDS, num_rows), NO_TOKEN, np.int32)  # [K, N]
         self.has_more_stops = np.zeros(num_rows, np.bool_)  # [N] than K: ask the request
-
-        # a block table has entries for pages table_first to table_len - 1 of the request
-        self.table = np.zeros((num_groups, num_rows, table_width), np.int32)  # [G, N, W] blocks
-        self.table_first = np.zeros((num_groups, num_rows), np.int32)  # [G, N]
-        self.table_len = np.zeros((num_groups, num_rows), np.int32)  # [G, N]
 
         self.running: dict[int, Request] = {}  # row → request, in order of admission
         self._free = list(range(num_rows - 1, -1, -1))
         self._order: Int32 | None = None
-        # what was gathered last, and of which rows; dropped with every new tenant
-        self._columns: tuple[bytes, SamplingColumns] | None = None
-        self._tenants: tuple[bytes, list[Request]] | None = None
+        self.sampling_of = _LastGather(self._gather_sampling)
+        self.tenants = _LastGather(self._gather_tenants)
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def order(self) -> Int32:
+    def in_use(self) -> Int32:
         """The rows in use, in order of admission. [number running]"""
         if self._order is None:
             self._order = np.fromiter(self.running, np.int32, len(self.running))
@@ -94,17 +109,21 @@ class Rows:
         return self._free[: -count - 1 : -1] if count else []
 
     def assign(self, request: Request, row: int) -> None:
-        """Gives a pending request a free row, with nothing computed and empty block tables."""
+        """Gives a pending request a free row, with nothing computed."""
         self._free.remove(row)
         request.row = row
         self.running[row] = request
         self._order = None
-        self._columns = self._tenants = None
+        self.sampling_of.forget()
+        self.tenants.forget()
         self.computed[row] = 0
         self.known[row] = len(request.token_ids)
         self.outstanding[row] = 0
         self.limit[row] = request.max_total_tokens
-        self.unplanned[row] = request.max_total_tokens - len(request.token_ids)
+        self.goal[row] = max(request.max_total_tokens - 1, request.num_prompt_tokens)
+        self.num_drafts[row] = 0
+        self.speculates[row] = request.speculate > 0
+        self.num_speculating += request.speculate > 0
         self.last_token[row] = request.token_ids[-1]
         self.is_decoding[row] = False
         self.is_finished[row] = False
@@ -114,14 +133,10 @@ class Rows:
         self.is_tainted[row] = False
         self.num_in_flight[row] = 0
         self.published[row] = 0
-        self.table_first[:, row] = 0
-        self.table_len[:, row] = 0
         sampling = request.sampling
-        self.temperature[row] = sampling.temperature
-        self.top_k[row] = sampling.top_k
-        self.top_p[row] = sampling.top_p
-        self.min_p[row] = sampling.min_p
-        self.stream[row] = streams(
+        for name, column in self.sampling.parameters.items():
+            column[row] = getattr(sampling, name)
+        self.sampling.streams[row] = streams(
             np.array([sampling.seed], np.uint64), np.array([request.index], np.uint64)
         )[0]
         stops = sorted(sampling.stop_token_ids)
@@ -132,103 +147,54 @@ class Rows:
     def await_fork(self, row: int) -> None:
         """The row's tenant is a sibling of one whose prompt is not computed yet."""
         self.awaits_fork[row] = True
-        self.unplanned[row] = 0
+        self.goal[row] = 0
 
     def finish(self, row: int) -> None:
         """The row's tenant has ended; nothing more is planned for it."""
         self.is_finished[row] = True
-        self.unplanned[row] = 0
+        self.goal[row] = 0
 
     def vacate(self, request: Request) -> None:
-        """Takes the row back; its block tables must be empty."""
+        """Takes the row back."""
         row = request.row
-        assert (self.table_len[:, row] == self.table_first[:, row]).all(), (
-            f"row {row} still owns blocks"
-        )
         del self.running[row]
+        self.num_speculating -= request.speculate > 0
         self.generation[row] += 1  # plans in flight that name the row mean the old tenant
         self._order = None
         self._free.append(row)
         request.num_in_flight = int(self.num_in_flight[row])
         request.row = NO_ROW
 
-    def goes_on(self, rows: Int32) -> npt.NDArray[np.bool_]:
-        """Which rows have more to sample than what is planned already. [n]"""
-        goes_on: npt.NDArray[np.bool_] = self.unplanned[rows] > 0
-        return goes_on
+    def to_compute(self, rows: Int32) -> Int32:
+        """num_tokens - num_computed_tokens, where num_tokens counts the samples outstanding: what
+        may be scheduled of each row; 0 or less if nothing. [n]"""
+        num_tokens: Int32 = np.minimum(self.known[rows] + self.outstanding[rows], self.goal[rows])
+        num_tokens -= self.computed[rows]
+        if self.num_speculating:  # what a verifying row continues with is not known yet
+            num_tokens[self.is_verifying(rows)] = 0
+        return num_tokens
 
-    def sampling_of(self, rows: Int32) -> SamplingColumns:
-        """Gathered once for as long as the same tenants sample, step after step; read only."""
-        key = rows.tobytes()
-        if self._columns is None or self._columns[0] != key:
-            columns = SamplingColumns(
-                temperature=self.temperature[rows],
-                top_k=self.top_k[rows],
-                top_p=self.top_p[rows],
-                min_p=self.min_p[rows],
-                stream=self.stream[rows],
-                penalties_off=(np.ones(len(rows), np.float32), np.zeros(len(rows), np.float32)),
-                no_logprobs=np.full(len(rows), -1, np.int32),
-            )
-            self._columns = key, columns
-        return self._columns[1]
+    def is_ending(self, rows: Int32) -> npt.NDArray[np.bool_]:
+        """Which rows compute no more: they have ended, or will with the plans in flight. [n]"""
+        is_ending: npt.NDArray[np.bool_] = self.to_compute(rows) <= 0
+        if self.num_speculating:
+            is_ending &= ~self.is_verifying(rows)
+        return is_ending
 
-    def tenants(self, rows: Int32) -> list[Request]:
-        """Whose the rows are; the same list for as long as it is asked for again. Read only."""
-        key = rows.tobytes()
-        if self._tenants is None or self._tenants[0] != key:
-            self._tenants = key, list(map(self.running.__getitem__, rows.tolist()))
-        return self._tenants[1]
+    def is_verifying(self, rows: Int32 | int) -> npt.NDArray[np.bool_]:
+        """Which rows wait for the verdict on guessed tokens. [n]"""
+        is_verifying: npt.NDArray[np.bool_] = self.speculates[rows] & (self.outstanding[rows] > 0)
+        return is_verifying & ~self.is_finished[rows]
+
+    def _gather_sampling(self, rows: Int32) -> SamplingColumns:
+        columns = self.sampling.parameters.items()
+        parameters = {name: column[rows] for name, column in columns}
+        return SamplingColumns(self.sampling.streams[rows], parameters)
+
+    def _gather_tenants(self, rows: Int32) -> list[Request]:
+        return list(map(self.running.__getitem__, rows.tolist()))
 
     def may_stop(self, rows: Int32, token_ids: Int32) -> npt.NDArray[np.bool_]:
         """Which rows may end with these tokens by a stop token, for the request to say. [n]"""
         is_stop: npt.NDArray[np.bool_] = (self.stop_ids[:, rows] == token_ids).any(axis=0)
         return is_stop | self.has_more_stops[rows]
-
-    def blocks_of(self, group: int, row: int) -> Int32:
-        """The row's block table in a group. [table_len - table_first]"""
-        first, end = self.table_first[group, row], self.table_len[group, row]
-        table: Int32 = self.table[group, row, first:end]
-        return table
-
-    def tables(self, rows: Int32) -> tuple[Int32, Int32]:
-        """The rows' block tables, group after group, as CSR: starts [G, R+1] and blocks [B]."""
-        num_groups, _, width = self.table.shape
-        places, offset = [], 0
-        start = np.empty((num_groups, len(rows) + 1), np.int32)
-        for group in range(num_groups):
-            first = self.table_first[group, rows]
-            lengths = self.table_len[group, rows] - first
-            start[group] = starts(lengths)
-            # where each row's part of the flat table begins, less where it goes to
-            shift = (group * self.num_rows + rows.astype(np.int64)) * width + first
-            shift -= start[group, :-1]
-            places.append(np.arange(start[group, -1]) + np.repeat(shift, lengths))
-            start[group] += np.int32(offset)
-            offset = int(start[group, -1])
-        place = places[0] if num_groups == 1 else np.concatenate(places)
-        return start, self.table.reshape(-1).take(place)
-
-    def tail_block(self, group: int, row: int, page_size: int) -> int:
-        """The block that the row's next token goes into; its table must reach there."""
-        return int(self.table[group, row, self.computed[row] // page_size])
-
-    def take_blocks(self, group: int, row: int) -> Int32:
-        """The row's block table, which is empty after that."""
-        blocks = self.blocks_of(group, row).copy()
-        self.table_first[group, row] = self.table_len[group, row] = 0
-        return blocks
-
-    def set_table(self, group: int, row: int, first_page: int, blocks: Int32) -> None:
-        """Makes these blocks the row's table, which must be empty."""
-        end = first_page + len(blocks)
-        self.table[group, row, first_page:end] = blocks
-        self.table_first[group, row] = first_page
-        self.table_len[group, row] = end
-
-
-def starts(counts: Int32) -> Int32:
-    """Exclusive prefix sums with the total behind them. [n] → [n+1]"""
-    sums = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=sums[1:])
-    return sums

@@ -23,20 +23,17 @@ from concurrent.futures import Future
 from typing import Final, TypeVar
 
 from protos import link_pb2
-from scheduler_svc.core.admission import why_never_fits
 from scheduler_svc.core.check import check_idle
-from scheduler_svc.core.commit import commit
-from scheduler_svc.core.decide import decide
-from scheduler_svc.core.limits import Limits
-from scheduler_svc.core.pack import pack
+from scheduler_svc.core.limits import Limits, why_never_fits
 from scheduler_svc.core.policies import FIFO, Policy
 from scheduler_svc.core.request import FinishReason, RequestState
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.state import State
-from scheduler_svc.core.views import count_by_state
 from scheduler_svc.core.wedge import describe, loosen, stuck
 from scheduler_svc.engine.answers import Answers
 from scheduler_svc.engine.events import Event, Status, Submission, TextStream
 from scheduler_svc.engine.step_feed import StepFeed
+from scheduler_svc.engine.views import count_by_state
 from scheduler_svc.engine.worker_link import Link, WorkerMessage
 from scheduler_svc.engine.worker_session import WorkerSession
 from scheduler_svc.errors import (
@@ -85,10 +82,11 @@ class Engine:
         self._deliver = deliver
         self._clock = clock
         self._max_queue_size = max_queue_size
-        self._state = State(limits, policy=policy)
+        self._scheduler = Scheduler(limits, policy=policy)
+        self._state = self._scheduler.state
         self._answers = Answers(clock)
         self._session = WorkerSession(
-            self._state,
+            self._scheduler,
             self._answers,
             self.steps,
             link,
@@ -213,7 +211,7 @@ class Engine:
         except ChairliftError as error:
             self._answers.refuse(new.request_id, error)
             return
-        family = self._state.submit(new)
+        family = self._scheduler.submit(new)
         texts: Sequence[TextStream | None] = submission.texts or [None] * len(family)
         for request, text in zip(family, texts, strict=True):
             self._answers.begin(request, text)
@@ -229,7 +227,7 @@ class Engine:
         # who came with this turn's commands has no row yet, but may get one with the next plan
         if most and len(self._state.pending) >= most and self._state.num_queued() >= most:
             raise QueueFull(self._state.num_queued(), most)
-        if new.n > 1 and self._state.policy.holds_finished:
+        if new.n > 1 and self._state.holds_ended:
             raise RequestRejected("sampling.n", new.n, "1, when scheduler_type is static")
         if self.status.is_ready:
             state = self._state
@@ -237,7 +235,7 @@ class Engine:
                 state.geometry,
                 len(new.prompt_token_ids),
                 new.max_tokens,
-                state.policy.holds_finished,
+                state.holds_ended,
             )
             if reason is not None:
                 raise RequestRejected("max_tokens", new.max_tokens, f"fewer: {reason}")
@@ -248,13 +246,13 @@ class Engine:
         for request_id in dict.fromkeys(aborted):
             for answer in self._answers.family(request_id):
                 if answer.request.state is not RequestState.FINISHED:
-                    self._state.finish(answer.request, FinishReason.ABORT)
+                    self._scheduler.finish(answer.request, FinishReason.ABORT)
                 self._answers.end(answer)
         return aborted
 
     def on_flush_cache(self) -> int:
         self._is_checked = False
-        return self._state.flush_cache()
+        return self._scheduler.flush_cache()
 
     def on_worker(self, message: WorkerMessage) -> None:
         self._session.on_message(message)
@@ -265,19 +263,19 @@ class Engine:
     def _plan(self) -> None:
         if not self.status.is_ready:
             return
-        while len(self._state.in_flight) < self._state.plans_allowed:
-            decision = decide(self._state)
-            step = commit(self._state, decision)
-            if step is not None:
+        while True:
+            plan = self._scheduler.plan()
+            if plan is not None:
                 self._is_checked = False
-                for admission in decision.admissions:
-                    self._answers.note_scheduled(admission.request)
-                self._session.send(link_pb2.Envelope(), pack(self._state, step))
+                step = self._state.in_flight[-1]
+                for request in step.admitted:
+                    self._answers.note_scheduled(request)
+                self._session.send(link_pb2.Envelope(), plan)
                 self.steps.planned(self._state, step)
-            elif decision.is_empty:
-                if not self._state.requests or self._state.in_flight:
-                    return
+            elif self._state.requests and not self._state.in_flight:
                 self._loosen()
+            else:
+                return
 
     def _loosen(self) -> None:
         """Nobody can go on, a bug of ours: it costs a request its memory, and then its life."""
@@ -299,14 +297,14 @@ class Engine:
             self._fail(request.request_id, why)
 
     def _make_text(self) -> None:
-        self._answers.make_text(lambda request: self._state.finish(request, FinishReason.STOP))
+        self._answers.make_text(lambda request: self._scheduler.finish(request, FinishReason.STOP))
 
     def _fail(self, request_id: str, why: str, kind: type[ChairliftError] = RequestFailed) -> None:
         """Ends a request with all its siblings; does nothing if it has ended."""
         family = self._answers.family(request_id)
         for answer in family:
             if answer.request.state is not RequestState.FINISHED:
-                self._state.finish(answer.request, FinishReason.ABORT)
+                self._scheduler.finish(answer.request, FinishReason.ABORT)
         if family:
             self._answers.fail(request_id, kind(f"request {request_id}: {why}"))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from scheduler_svc.core.state import InFlight, State
-from scheduler_svc.core.step_view import StepView, view_step
+from scheduler_svc.engine.step_view import StepView, view_step
 
 QUEUE_LENGTH: Final = 1024
 

@@ -21,9 +21,9 @@ from typing import Final, Protocol
 
 from protos import link_pb2
 from protos.plan import StepPlan, StepResult
-from scheduler_svc.core.absorb import absorb, why_not_the_result
-from scheduler_svc.core.admission import why_never_fits
-from scheduler_svc.core.state import InFlight, State
+from scheduler_svc.core.limits import why_never_fits
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.state import InFlight
 from scheduler_svc.engine.answers import Answers
 from scheduler_svc.engine.events import ModelFacts, Status
 from scheduler_svc.engine.ready_check import geometry_of, why_not_ready
@@ -75,7 +75,7 @@ class WorkerSession:
 
     def __init__(
         self,
-        state: State,
+        scheduler: Scheduler,
         answers: Answers,
         steps: StepFeed,
         link: Link,
@@ -88,7 +88,8 @@ class WorkerSession:
         clock: Callable[[], float],
     ) -> None:
         self.status = Status("connecting", None, None, 0, 0)
-        self._state = state
+        self._scheduler = scheduler
+        self._state = scheduler.state
         self._answers = answers
         self._steps = steps
         self._link = link
@@ -224,14 +225,12 @@ class WorkerSession:
             not in_flight or result.step_id < in_flight[0].step_id
         ):
             return  # late or said again: its plan was given up after a Fault, or is answered
-        mismatch: str | None = f"step {result.step_id} was never planned"
-        if in_flight:
-            mismatch = why_not_the_result(in_flight[0], result, self._vocab_size)
+        mismatch = self._scheduler.why_invalid(result, self._vocab_size)
         if mismatch is not None:
             self._lose_over_nonsense(f"it answers wrongly: {mismatch}")
             return
         self._num_lost = 0
-        absorbed = absorb(self._state, result)
+        absorbed = self._scheduler.absorb(result)
         self._steps.returned(result.step_id, result.device_microseconds)
         self._answers.take_in(absorbed.sampled, absorbed.ended)
         for request in absorbed.not_finite:
@@ -240,8 +239,8 @@ class WorkerSession:
     def _on_ready(self, ready: link_pb2.Ready) -> None:
         geometry = geometry_of(ready)
         self._make_text()
-        self._state.lose_worker(geometry)
-        is_reserved = self._state.policy.holds_finished
+        self._scheduler.lose_worker(geometry)
+        is_reserved = self._state.holds_ended
         for answer in self._answers:
             request = answer.request
             max_tokens = request.max_total_tokens - request.num_prompt_tokens
@@ -286,7 +285,7 @@ class WorkerSession:
         failed = [step for step in self._state.in_flight if step.step_id == fault.step_id]
         self._make_text()
         # steps are counted on, so that a result of a step before the fault is known as late
-        self._state.lose_worker(self._state.geometry, self._state.next_step_id)
+        self._scheduler.lose_worker(self._state.geometry, self._state.next_step_id)
         self._blame(failed, f"the step that computes it fails: {error}", TRIES_IF_FAULTY)
         resume = link_pb2.Resume(next_step_id=self._state.next_step_id)
         self.send(link_pb2.Envelope(resume=resume))
@@ -318,7 +317,7 @@ class WorkerSession:
         self._serving = None
         in_flight = list(self._state.in_flight)
         self._make_text()
-        self._state.lose_worker()
+        self._scheduler.lose_worker()
         if tries_alone != NOT_A_STEP:
             why = f"the worker is lost in the step that computes it: {why}"
             self._blame(in_flight, why, tries_alone)

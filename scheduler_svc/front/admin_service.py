@@ -22,8 +22,8 @@ from scheduler_svc.front.streams import LiveStream, LiveStreams
 
 if TYPE_CHECKING:
     from scheduler_svc.core.state import State
-    from scheduler_svc.core.views import CacheView, RequestDetail, RequestView
     from scheduler_svc.engine.engine import Engine
+    from scheduler_svc.engine.views import CacheView, RequestDetail, RequestView
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -11,7 +11,6 @@ long text, so the service calls it in a thread, and what is cheap to check is ch
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from protos import inference_pb2 as pb
+from protos.sampling import SAMPLER_FIELDS, SAMPLING_FIELDS, UNSUPPORTED_FIELDS
 from scheduler_svc.core.request import NewRequest, Sampling
 from scheduler_svc.engine.events import ModelFacts, Submission
 from scheduler_svc.errors import NotImplementedYet, RequestRejected
@@ -30,8 +30,6 @@ MAX_ID_CHARS: Final = 256  # of request_id and of cache_salt
 MAX_STOPS: Final = 64
 MAX_STOP_CHARS: Final = 1024
 MAX_STOP_TOKEN_IDS: Final = 256
-MIN_TEMPERATURE: Final = 1e-6  # below that (but for 0) logits divided by it leave float32
-MAX_SEED: Final = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,8 @@ def admit(
     """Raises RequestRejected or NotImplementedYet. `drawn_seed` counts when none was asked for."""
     asked = request.sampling
     n = num_siblings(asked, max_requests_per_batch)
-    refuse_what_comes_later(request)
+    _check_ranges(asked)
+    _refuse_unsupported(request)
     sampling = _sampling(asked, drawn_seed, model)
     stops = _stop_strings(asked)
     if len(request.cache_salt) > MAX_ID_CHARS:
@@ -95,65 +94,45 @@ def num_siblings(asked: pb.SamplingParams, max_requests_per_batch: int) -> int:
 
     Siblings get their first tokens from one step, so all of them must find a place in it.
     """
-    allowed = f"1 to {max_requests_per_batch} (max_requests_per_batch)"
-    _check_range(asked, "n", 1, max_requests_per_batch, allowed)
     n: int = _or(asked, "n", 1)
+    if not 1 <= n <= max_requests_per_batch:
+        allowed = f"1 to {max_requests_per_batch} (max_requests_per_batch)"
+        raise RequestRejected("sampling.n", n, allowed)
     return n
 
 
-def refuse_what_comes_later(request: pb.GenerateRequest) -> None:
-    """Raises NotImplementedYet for values that ask for what is not there, neutral ones pass."""
+def _check_ranges(asked: pb.SamplingParams) -> None:
+    for name, entry in SAMPLING_FIELDS.items():
+        if asked.HasField(name) and not entry.allows(getattr(asked, name)):
+            value = getattr(asked, name)
+            if isinstance(value, float):
+                value = float(str(np.float32(value)))  # as the client wrote it
+            raise RequestRejected(f"sampling.{name}", value, entry.allowed)
+
+
+def _refuse_unsupported(request: pb.GenerateRequest) -> None:
+    """Raises NotImplementedYet for fields without support, unless they have neutral values."""
     asked = request.sampling
-    _check_later_ranges(asked)
     constraint = asked.WhichOneof("constraint")
-    later = {
-        "repetition_penalty": _or(asked, "repetition_penalty", 1.0) != 1.0,
-        "frequency_penalty": asked.frequency_penalty != 0.0,
-        "presence_penalty": asked.presence_penalty != 0.0,
-        "min_tokens": asked.min_tokens > 0,
-        "logit_bias": bool(asked.logit_bias),
-        "bad_words": bool(asked.bad_words),
-        "beam_width": asked.beam_width > 1,
-        "length_penalty": _or(asked, "length_penalty", 1.0) != 1.0,
-        "early_stopping": asked.early_stopping,
-        "logprobs": asked.HasField("logprobs"),
-        "prompt_logprobs": asked.HasField("prompt_logprobs"),
-        str(constraint): constraint is not None
+    wanted = {
+        **{
+            f"sampling.{name}": _or(asked, name, entry.neutral) != entry.neutral
+            for name, entry in UNSUPPORTED_FIELDS.items()
+        },
+        "sampling.logit_bias": bool(asked.logit_bias),
+        "sampling.bad_words": bool(asked.bad_words),
+        "sampling.early_stopping": asked.early_stopping,
+        f"sampling.{constraint}": constraint is not None
         and (constraint != "json_object" or asked.json_object),
+        "resume": bool(request.resume.output_token_ids or request.resume.text_length),
     }
-    wanted = [f"sampling.{name}" for name, is_wanted in later.items() if is_wanted]
-    if request.resume.output_token_ids or request.resume.text_length:
-        wanted.append("resume")
-    if wanted:
-        raise NotImplementedYet(
-            f"{', '.join(wanted)} will come in a later version; leave unset until then"
-        )
-
-
-def _check_later_ranges(asked: pb.SamplingParams) -> None:
-    """Values that no version will take, so that they are no reason to wait for one."""
-    _check_range(asked, "repetition_penalty", 0.0, math.inf, "above 0", excludes_minimum=True)
-    for name in ("frequency_penalty", "presence_penalty"):
-        _check_range(asked, name, -2.0, 2.0, "-2 to 2")
-    _check_range(asked, "length_penalty", -math.inf, math.inf, "a number")
-    for name, minimum in {
-        "beam_width": 1, "min_tokens": 0, "logprobs": 0, "prompt_logprobs": 0
-    }.items():  # fmt: skip
-        _check_range(asked, name, minimum, math.inf, f"at least {minimum}")
+    if any(wanted.values()):
+        names = ", ".join(name for name, is_wanted in wanted.items() if is_wanted)
+        raise NotImplementedYet(f"{names}: not supported yet; leave unset")
 
 
 def _sampling(asked: pb.SamplingParams, drawn_seed: int, model: Model) -> Sampling:
     facts = model.facts
-    default = model.tokenizer.default_sampling
-    if asked.temperature != 0:
-        _check_range(asked, "temperature", MIN_TEMPERATURE, math.inf, _TEMPERATURES)
-    _check_range(asked, "top_p", 0.0, 1.0, "above 0, up to 1", excludes_minimum=True)
-    _check_range(asked, "min_p", 0.0, 1.0, "0 to 1")
-    _check_range(asked, "top_k", 0, math.inf, "at least 0; 0 is off")
-    _check_range(asked, "seed", 0, MAX_SEED, f"0 to {MAX_SEED}")
-    _check_range(asked, "max_tokens", 1, math.inf, "at least 1")
-    temperature = float(_or(asked, "temperature", default.get("temperature", 1.0)))
-
     if len(asked.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise RequestRejected(
             "sampling.stop_token_ids",
@@ -162,17 +141,15 @@ def _sampling(asked: pb.SamplingParams, drawn_seed: int, model: Model) -> Sampli
         )
     check_token_ids("sampling.stop_token_ids", asked.stop_token_ids, facts.vocab_size)
     eos = () if asked.ignore_eos else model.tokenizer.eos_token_ids
+    neutral = {name: entry.neutral for name, entry in SAMPLER_FIELDS.items()}
+    defaults = neutral | model.tokenizer.default_sampling
+    parameters = {name: _or(asked, name, default) for name, default in defaults.items()}
+    parameters["top_k"] = min(parameters["top_k"], facts.vocab_size)
     return Sampling(
-        temperature=temperature,
-        top_k=min(int(_or(asked, "top_k", default.get("top_k", 0))), facts.vocab_size),
-        top_p=float(_or(asked, "top_p", default.get("top_p", 1.0))),
-        min_p=float(_or(asked, "min_p", default.get("min_p", 0.0))),
-        seed=int(_or(asked, "seed", drawn_seed)),
+        **parameters,
+        seed=_or(asked, "seed", drawn_seed),
         stop_token_ids=frozenset([*eos, *asked.stop_token_ids]),
     )
-
-
-_TEMPERATURES: Final = f"0 (greedy), or at least {MIN_TEMPERATURE}"
 
 
 def _stop_strings(asked: pb.SamplingParams) -> list[str]:
@@ -212,33 +189,6 @@ def _max_tokens(asked: pb.SamplingParams, num_prompt: int, facts: ModelFacts) ->
             f"at most {left}, for the prompt has {num_prompt} tokens and {name} is {limit}",
         )
     return asked.max_tokens
-
-
-def _check_range(
-    asked: pb.SamplingParams,
-    name: str,
-    minimum: float,
-    maximum: float,
-    allowed: str,
-    *,
-    excludes_minimum: bool = False,
-) -> None:
-    """Of a field that may be unset. NaN and infinities are never allowed."""
-    if not asked.HasField(name):
-        return
-    value: float = getattr(asked, name)
-    shown = value
-    if isinstance(value, float):
-        minimum, maximum = _float32(minimum), _float32(maximum)
-        shown = float(str(np.float32(value)))  # as the client wrote it
-    is_allowed = math.isfinite(value) and minimum <= value <= maximum
-    if not is_allowed or (excludes_minimum and value == minimum):
-        raise RequestRejected(f"sampling.{name}", shown, allowed)
-
-
-def _float32(bound: float) -> float:
-    """A bound as a client can say it: in the API's floats 1e-6 is 9.99999997e-07."""
-    return float(np.float32(bound))
 
 
 def _or(asked: Any, name: str, default: Any) -> Any:

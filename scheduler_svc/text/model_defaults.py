@@ -1,42 +1,40 @@
 """A model's own defaults: how its answers are sampled, and which tokens end them.
 
-They come from generation_config.json, config.json and the tokenizer. Each value is read as it is
-meant, or the model is refused by key and value: half a configuration would answer differently from
-what the model's makers state, and nobody would know. What this version cannot do at all (`_LATER`,
-a repetition penalty for one) does not keep a model from being served; the log names it.
+They come from generation_config.json, config.json and the tokenizer. A value that cannot be read
+refuses the model by key and value: with half a configuration it would answer differently from what
+its makers state, and nobody would know. Unsupported settings (`_UNSUPPORTED`, such as a repetition
+penalty) do not keep a model from being served; a warning names them.
 
-What is read in another way than it is written:
+Values with a lenient reading:
   * integral floats are integers (`top_k: 20.0`);
-  * top_k -1 is off, as some files say it, and a top_k beyond the API's integers is off too;
-  * a temperature below what requests may ask for is greedy, and so is `do_sample: false`;
-  * top_p 0 keeps the most probable token, as transformers reads it.
-What the file does not state is left to the API's neutral values, not to transformers' defaults.
+  * top_k -1 is off, as some files have it, and so is a top_k beyond the API's integers;
+  * a temperature below the API's minimum is greedy, and so is `do_sample: false`;
+  * top_p 0 keeps the most probable token, as in transformers.
+Missing values are the API's neutral ones, not transformers' defaults.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
-log = logging.getLogger(__name__)
+from protos.sampling import MIN_TEMPERATURE, SAMPLER_FIELDS, UNSUPPORTED_FIELDS, SamplingField
 
-GREEDY_BELOW: Final = 1e-6  # temperatures under it are greedy; requests may not ask for them
+logger = logging.getLogger(__name__)
+
 SMALLEST_TOP_P: Final = 1e-6  # keeps one token
 _MAX_INT32: Final = (1 << 31) - 1
 _MAX_FLOAT32: Final = 3.4e38
 
-# What changes answers in transformers and cannot be had here yet, with its neutral values.
-_LATER: Final[Mapping[str, tuple[object, ...]]] = {
-    "repetition_penalty": (1.0,),
+# Keys that change answers in transformers and are not supported here, with their neutral values.
+_UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
+    **{e.config_key: (e.neutral,) for e in UNSUPPORTED_FIELDS.values() if e.config_key},
     "encoder_repetition_penalty": (1.0,),
     "diversity_penalty": (0.0,),
-    "length_penalty": (1.0,),
     "no_repeat_ngram_size": (0,),
-    "num_beams": (1,),
     "min_length": (0,),
-    "min_new_tokens": (0,),
     "typical_p": (1.0,),
     "top_h": (),
     "epsilon_cutoff": (0.0,),
@@ -76,19 +74,22 @@ def eos_token_ids(
 
 
 def default_sampling(config: Mapping[str, Any]) -> dict[str, float | int]:
-    """What generation_config.json states of temperature, top_p, top_k and min_p, each within the
-    API's range. Raises ValueError for what cannot be read."""
-    for key, neutral in _LATER.items():
+    """The sampler parameters that generation_config.json states, each within the API's range.
+    Raises ValueError for what cannot be read."""
+    for key, neutral in _UNSUPPORTED.items():
         if config.get(key) is not None and config[key] not in neutral:
-            log.warning(
-                "generation_config.json asks for %s %s, which this version does not have: answers "
-                "are made without it",
+            logger.warning(
+                "generation_config.json sets %s to %s, which is not supported: answers are made "
+                "without it",
                 key,
                 _short(config[key]),
             )
-    defaults: dict[str, float | int] = {
-        key: read(key, config[key]) for key, read in _READ.items() if config.get(key) is not None
-    }
+    defaults: dict[str, float | int] = {}
+    for name, entry in SAMPLER_FIELDS.items():
+        key = entry.config_key
+        if config.get(key) is not None:
+            read = _count if entry.dtype == "int32" else _number
+            defaults[name] = _nearest_allowed(name, read(key, config[key], entry))
     do_sample = config.get("do_sample")
     if not isinstance(do_sample, bool | None):
         raise _refused("do_sample", do_sample, "true, false or null")
@@ -97,35 +98,23 @@ def default_sampling(config: Mapping[str, Any]) -> dict[str, float | int]:
     return defaults
 
 
-def _temperature(key: str, value: object) -> float:
-    number = _number(key, value, 0.0, _MAX_FLOAT32)
-    return 0.0 if number < GREEDY_BELOW else number
+def _nearest_allowed(name: str, number: float) -> float:
+    """What a request would have to say for a number that it may not."""
+    if name == "temperature" and number < MIN_TEMPERATURE:
+        return 0.0
+    return max(SMALLEST_TOP_P, number) if name == "top_p" else number
 
 
-def _top_p(key: str, value: object) -> float:
-    return max(SMALLEST_TOP_P, _number(key, value, 0.0, 1.0))
-
-
-def _top_k(key: str, value: object) -> int:
+def _count(key: str, value: object, _: SamplingField) -> int:
     number = _integer(value)
     if number is None or number < -1:
         raise _refused(key, value, "an integer of at least 0; 0 and -1 are off")
     return 0 if number == -1 or number > _MAX_INT32 else number
 
 
-def _min_p(key: str, value: object) -> float:
-    return _number(key, value, 0.0, 1.0)
-
-
-_READ: Final[Mapping[str, Callable[[str, object], float | int]]] = {
-    "temperature": _temperature,
-    "top_p": _top_p,
-    "top_k": _top_k,
-    "min_p": _min_p,
-}
-
-
-def _number(key: str, value: object, minimum: float, maximum: float) -> float:
+def _number(key: str, value: object, entry: SamplingField) -> float:
+    minimum = 0.0 if entry.allows_zero else entry.minimum
+    maximum = min(entry.maximum, _MAX_FLOAT32)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not minimum <= value <= maximum:  # type: ignore[operator]
         raise _refused(key, value, f"a number from {minimum:g} to {maximum:g}, or null")

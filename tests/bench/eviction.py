@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from scheduler_svc.core.memory.cache_pool import CachePool
 from scheduler_svc.core.request import NewRequest
 from tests.support.simulation import Setup, Simulation
 from tests.support.without_model import without_model
@@ -67,11 +68,23 @@ TRACES: dict[str, Callable[[np.random.Generator], list[list[int]]]] = {
 }
 
 
+class ReclaimsNewest(CachePool):
+    """The source document's order; see docs/prefix-cache.md."""
+
+    def take(self) -> int:
+        if self.clean:
+            return super().take()
+        chunk, forget = self.cached.popitem()
+        forget(chunk)
+        return chunk
+
+
 def hit_rate(trace: list[list[int]], reclaims_newest: bool) -> float:
     """Share of prompt tokens found, with 8 requests under way at a time, 16 tokens each."""
     simulation = Simulation(SETUP)
     state = simulation.state
-    state.pool.reclaims_newest = reclaims_newest
+    if reclaims_newest:
+        state.memory.device.chunks.__class__ = ReclaimsNewest
     simulation.worker.step = without_model  # type: ignore[method-assign]
     waiting = deque(enumerate(trace))
     while waiting or state.requests:
@@ -79,7 +92,8 @@ def hit_rate(trace: list[list[int]], reclaims_newest: bool) -> float:
             number, prompt = waiting.popleft()
             simulation.submit(NewRequest(str(number), prompt, 16))
         simulation.turn()
-    return state.prefix_cache.num_hit / state.prefix_cache.num_queried
+    cache = state.memory.prefix_cache
+    return cache.num_hit / cache.num_queried
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """What a step costs the scheduler's core: `python -m tests.bench.step_cost`.
 
-Times decide + commit + pack + absorb, without a model, for decoding requests in steady state,
+Times plan (packing included) + absorb, without a model, for decoding requests in steady state,
 with and without many others that wait. CPU time of the thread, lower quartiles: others may use
 the machine too. Also gives it in units of a plain Python loop that looks up a request and appends
 one token, once for each of the rows, so that figures of different machines can be compared.
@@ -13,19 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler_svc.core.absorb import absorb
-from scheduler_svc.core.commit import commit
-from scheduler_svc.core.decide import decide
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry, Limits
-from scheduler_svc.core.pack import pack
 from scheduler_svc.core.request import NewRequest, Request, Sampling
-from scheduler_svc.core.state import State
+from scheduler_svc.core.scheduler import Scheduler
 from tests.support.without_model import without_model
 
 PAGE_SIZE = 16
 PROMPT = 64
 MAX_TOKENS = 1500
-PARTS = ("decide", "commit", "pack", "absorb")
+PARTS = ("plan", "absorb")
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class Cost:
         return sum(self.parts)
 
 
-def decoding(num_requests: int, num_waiting: int = 0) -> State:
+def decoding(num_requests: int, num_waiting: int = 0) -> Scheduler:
     """That many requests that decode, and others that find no row."""
     pages = -(-(PROMPT + MAX_TOKENS) // PAGE_SIZE)
     geometry = Geometry(
@@ -51,35 +47,32 @@ def decoding(num_requests: int, num_waiting: int = 0) -> State:
         max_model_len=2048,
     )
     limits = Limits(max(8192, num_requests), num_requests, safety_margin=0.0)
-    state = State(limits, geometry)
+    scheduler = Scheduler(limits, geometry)
     rng = np.random.default_rng(1)
     sampling = Sampling(temperature=1.0, stop_token_ids=frozenset({2}))
     for number in range(num_requests):
         # lengths differ, so that pages fill at different steps
         prompt = rng.integers(0, 50_000, PROMPT - number % PAGE_SIZE).tolist()
-        state.submit(NewRequest(f"r{number}", prompt, MAX_TOKENS, sampling))
-    while len(state.rows.running) < num_requests or not state.rows.is_decoding.all():
-        _step(state)
+        scheduler.submit(NewRequest(f"r{number}", prompt, MAX_TOKENS, sampling))
+    rows = scheduler.state.rows
+    while len(rows.running) < num_requests or not rows.is_decoding.all():
+        _step(scheduler)
     waiting = rng.integers(0, 50_000, PROMPT).tolist()
     for number in range(num_waiting):
-        state.submit(NewRequest(f"w{number}", waiting, MAX_TOKENS, sampling))
-    return state
+        scheduler.submit(NewRequest(f"w{number}", waiting, MAX_TOKENS, sampling))
+    return scheduler
 
 
-def _step(state: State) -> list[float]:
+def _step(scheduler: Scheduler) -> list[float]:
     """Seconds of each of PARTS."""
-    times = [time.thread_time()]
-    decision = decide(state)
-    times.append(time.thread_time())
-    step = commit(state, decision)
-    times.append(time.thread_time())
-    assert step is not None
-    plan = pack(state, step)
-    times.append(time.thread_time())
+    begin = time.thread_time()
+    plan = scheduler.plan()
+    planned = time.thread_time() - begin
+    assert plan is not None
     result = without_model(plan)
     begin = time.thread_time()
-    absorb(state, result)
-    return [*np.diff(times).tolist(), time.thread_time() - begin]
+    scheduler.absorb(result)
+    return [planned, time.thread_time() - begin]
 
 
 def _loop(running: dict[int, Request], rows: list[int]) -> float:
@@ -91,13 +84,14 @@ def _loop(running: dict[int, Request], rows: list[int]) -> float:
     return time.thread_time() - begin
 
 
-def cost(state: State, num_steps: int = 64) -> Cost:
+def cost(scheduler: Scheduler, num_steps: int = 64) -> Cost:
     """Of so many further steps: whole multiples of a page, in which every row fills one."""
-    rows = state.rows.order().tolist()
+    rows = scheduler.state.rows
+    in_use = rows.in_use().tolist()
     parts, loops = [], []
     for _ in range(num_steps):
-        parts.append(_step(state))
-        loops.append(_loop(state.rows.running, rows))
+        parts.append(_step(scheduler))
+        loops.append(_loop(rows.running, in_use))
     measured = np.array(parts) * 1e6
     total = float(np.quantile(measured.sum(axis=1), 0.25))
     shares = np.quantile(measured, 0.25, axis=0)

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from scheduler_svc.__main__ import SWITCH_SECONDS, make_engine
-from scheduler_svc.core import views
+from scheduler_svc.engine import views
 from scheduler_svc.front import server
 from scheduler_svc.settings.config import Config
 from scheduler_svc.text.tokenizer import Tokenizer

@@ -8,6 +8,7 @@ import pytest
 
 from scheduler_svc.core.check import check
 from scheduler_svc.core.request import FinishReason, NewRequest, Request, RequestState
+from tests.support.occupied import occupy
 from tests.support.simulation import Setup, Simulation, expected
 
 VICTIM, SURVIVOR = "victim", "survivor"
@@ -45,33 +46,42 @@ def two_in_flight(sim: Simulation) -> None:
     assert sim.state.rows.num_in_flight[victim_of(sim).row] == 2
 
 
+def reset(sim: Simulation) -> None:
+    """Preempts the victim while the swap pool has no room for it."""
+    swap = sim.state.memory.swap
+    others = occupy(swap, swap.counts.free_chunks)
+    sim.state.preempt([victim_of(sim)])
+    swap.give(0, others)
+    assert victim_of(sim).swapped is None
+
+
 def soft_reset(sim: Simulation) -> None:
     decoding(sim)
     while sim.results:
         sim.absorb()
-    sim.state.soft_reset(victim_of(sim))
+    reset(sim)
 
 
 def offloaded(sim: Simulation) -> None:
     decoding(sim)
     while sim.results:
         sim.absorb()
-    sim.state.offload(victim_of(sim))
-    assert sim.state.swap_pool.num_free < sim.setup.swap_chunks
+    sim.state.preempt([victim_of(sim)])
+    assert sim.state.memory.swap.chunks.num_free < sim.setup.swap_chunks
 
 
 def offloaded_in_flight(sim: Simulation) -> None:
     decoding(sim)
     while sim.plan():
         pass
-    sim.state.offload(victim_of(sim))
+    sim.state.preempt([victim_of(sim)])
 
 
 def soft_reset_in_flight(sim: Simulation) -> None:
     decoding(sim)
     while sim.plan():
         pass
-    sim.state.soft_reset(victim_of(sim))
+    reset(sim)
 
 
 STATES = [
@@ -82,6 +92,8 @@ STATES = [
     two_in_flight,
     soft_reset,
     soft_reset_in_flight,
+    offloaded,
+    offloaded_in_flight,
 ]
 
 
@@ -97,7 +109,7 @@ def test_abort(reach: Callable[[Simulation], None], depth: int) -> None:
         sim.submit(new)
     reach(sim)
     victim = victim_of(sim)
-    held = set(sim.state.rows.blocks_of(0, victim.row).tolist()) if victim.row >= 0 else set()
+    held = set(sim.state.memory.tables.of(0, victim.row).tolist()) if victim.row >= 0 else set()
     was_in_flight = any(victim in step.requests for step in sim.state.in_flight)
 
     sim.abort(VICTIM)
@@ -105,7 +117,8 @@ def test_abort(reach: Callable[[Simulation], None], depth: int) -> None:
     assert victim.state is RequestState.FINISHED
     assert victim.finish_reason is FinishReason.ABORT
     assert VICTIM not in sim.state.requests
-    freed = held <= {*sim.state.pool.clean, *sim.state.pool.cached}
+    chunks = sim.state.memory.device.chunks
+    freed = held <= {*chunks.clean, *chunks.cached}
     was_preempted = reach in (soft_reset_in_flight, offloaded_in_flight)
     assert freed == (not was_in_flight or was_preempted), "too early, or too late"
     before = list(sim.outcome.tokens[VICTIM, 0])

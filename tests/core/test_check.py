@@ -9,6 +9,7 @@ import pytest
 from scheduler_svc.core.check import InvariantError, check, check_idle
 from scheduler_svc.core.request import NewRequest
 from scheduler_svc.core.state import State
+from tests.support.occupied import occupy
 from tests.support.simulation import Setup, Simulation
 
 
@@ -23,27 +24,32 @@ def idle() -> State:
 
 
 def lose_chunk(state: State) -> None:
-    state.pool.clean.pop()
+    state.memory.device.chunks.clean.pop()
 
 
 def double_chunk(state: State) -> None:
-    state.pool.clean.append(state.pool.clean[0])
+    clean = state.memory.device.chunks.clean
+    clean.append(clean[0])
 
 
 def own_block(state: State) -> None:
-    state.allocators[1].take(1)
+    occupy(state.memory.device, 1, group=1)
 
 
 def own_swap_block(state: State) -> None:
-    state.swap_allocators[0].take(1)
+    occupy(state.memory.swap, 1)
 
 
 def miscount(state: State) -> None:
-    state.allocators[0].used[3] += 1
+    state.memory.groups[0].used[3] += 1
 
 
 def forget_one_way(state: State) -> None:
-    state.allocators[0].name_of.popitem()
+    state.memory.groups[0].name_of.popitem()
+
+
+def take_and_never_draw(state: State) -> None:
+    assert state.memory.device.take([1, 0])
 
 
 def lose_row(state: State) -> None:
@@ -53,7 +59,16 @@ def lose_row(state: State) -> None:
 @pytest.mark.parametrize("look", [check, check_idle])
 @pytest.mark.parametrize(
     "spoil",
-    [lose_chunk, double_chunk, own_block, own_swap_block, miscount, forget_one_way, lose_row],
+    [
+        lose_chunk,
+        double_chunk,
+        own_block,
+        own_swap_block,
+        miscount,
+        forget_one_way,
+        take_and_never_draw,
+        lose_row,
+    ],
 )
 def test_what_is_wrong_is_noticed(
     spoil: Callable[[State], None], look: Callable[[State], None]
@@ -71,7 +86,10 @@ def test_a_free_block_that_is_lost_is_noticed() -> None:
     sim.submit(NewRequest("a", list(range(20)), 4))
     sim.turn()
     check(sim.state)
-    sim.state.allocators[0].free.popitem()
+    sim.state.memory.groups[0].free.popitem()
+    with pytest.raises(InvariantError, match="miscounted"):
+        check(sim.state)
+    sim.state.memory.counts.free_blocks[0] -= 1
     with pytest.raises(InvariantError, match="free blocks are lost"):
         check(sim.state)
 
@@ -86,7 +104,7 @@ class NotWalked(dict[int, bytes]):
 def test_a_look_at_an_idle_state_walks_no_pool() -> None:
     """The first request after a pause waits until all that is cached has been looked at."""
     state = idle()
-    for allocator in state.allocators:
+    for allocator in state.memory.groups:
         allocator.name_of = NotWalked(allocator.name_of)
     check_idle(state)
     with pytest.raises(AssertionError, match="walked"):

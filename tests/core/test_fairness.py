@@ -60,7 +60,7 @@ def test_what_follows_a_step_that_was_not_finite_is_not_shared() -> None:
     )
     sim.absorb()
     sim.absorb()
-    assert not sim.state.allocators[0].block_of
+    assert not sim.state.memory.groups[0].block_of
 
 
 def test_a_static_batch_finds_room_in_its_block_tables() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from scheduler_svc.core.check import check
 from scheduler_svc.core.request import NewRequest, Sampling
+from tests.support.occupied import occupy
 from tests.support.simulation import Setup, Simulation, verify
 from tests.support.without_model import without_model
 
@@ -53,13 +54,13 @@ def test_what_is_forked_or_offloaded_holds_only_what_its_windows_read() -> None:
     sim.submit(NewRequest("r", list(range(18)), 12, Sampling(0.0), n=2))
     assert sim.plan()  # the whole prompt; its result is not back
     parent, sibling = sim.state.rows.running.values()
-    rows = sim.state.rows
+    tables = sim.state.memory.tables
     # the next query, at position 18, reads 18 or 3 or 6 tokens before it
     read = [6, 1, 2]
-    assert [len(rows.blocks_of(group, parent.row)) for group in range(3)] == [6, 6, 6]
-    assert [len(rows.blocks_of(group, sibling.row)) for group in range(3)] == read
+    assert [len(tables.of(group, parent.row)) for group in range(3)] == [6, 6, 6]
+    assert [len(tables.of(group, sibling.row)) for group in range(3)] == read
     for request in (parent, sibling):
-        sim.state.offload(request)
+        sim.state.preempt([request])
         assert request.swapped is not None
         assert [len(blocks) for blocks in request.swapped.blocks] == read
     check(sim.state)
@@ -72,18 +73,19 @@ def scatter(sim: Simulation, tokens: list[int]) -> None:
     assert request is not None
     sim.run()
     names = list(request.names)
-    sim.state.flush_cache()
+    sim.scheduler.flush_cache()
     tables = []
-    for allocator in sim.state.allocators:
+    device = sim.state.memory.device
+    for group, allocator in enumerate(device.allocators):
         needed = names[allocator.first_page(len(tokens)) :]
         size = allocator.blocks_per_chunk
-        blocks = allocator.take(len(needed) * size)
+        blocks = occupy(device, len(needed) * size, group)
         for name, block in zip(needed, blocks[::size].tolist(), strict=True):
             allocator.publish(block, name)
         tables.append(blocks)
-    sim.state.give_back(tables)
-    assert sim.state.pool.num_free == sim.state.pool.num_usable
-    assert len(sim.state.pool.cached) == sum(len(a.block_of) for a in sim.state.allocators)
+    device.give_tables(tables)
+    assert device.is_free
+    assert len(device.chunks.cached) == sum(len(a.block_of) for a in device.allocators)
 
 
 def test_a_hit_that_lies_scattered_over_the_whole_pool_is_left() -> None:

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler_svc.core.decide import decide
-from scheduler_svc.core.request import NewRequest, Request
+from scheduler_svc.core.request import NewRequest
 from tests.support.simulation import Setup, Simulation, random_requests, run_workload
 
 SETUP = Setup(
@@ -24,14 +23,10 @@ def running(pages: dict[str, int], **changes: object) -> Simulation:
     object.__setattr__(sim.state, "limits", replace(margin, safety_margin=0.0))
     for name, count in pages.items():
         sim.submit(NewRequest(name, [7] * (4 * count - 3), 100, priority=1))
-    while sim.state.pending or not sim.state.rows.is_decoding[sim.state.rows.order()].all():
+    while sim.state.pending or not sim.state.rows.is_decoding[sim.state.rows.in_use()].all():
         sim.turn()
     object.__setattr__(sim.state, "limits", margin)
     return sim
-
-
-def names(requests: tuple[Request, ...]) -> list[str]:
-    return [request.request_id for request in requests]
 
 
 @pytest.mark.parametrize("share", [81, 84, 87])
@@ -39,16 +34,16 @@ def test_an_urgent_request_that_fits_joins_below_the_margin(share: int) -> None:
     """It waits until those that are less urgent have ended, though there is room for it."""
     sim = running({"a": 20, "b": 20, "c": 20, "d": share - 60})
     sim.submit(NewRequest("urgent", [1] * 25, 4, priority=0))
-    decision = decide(sim.state)
-    assert names(decision.soft_resets) == []
-    assert [a.request.request_id for a in decision.admissions] == ["urgent"]
+    step = sim.peek()
+    assert step.soft_resets == []
+    assert step.admitted == ["urgent"]
 
 
 def test_one_that_is_not_more_urgent_heeds_the_margin() -> None:
     """The margin is gone for everybody."""
     sim = running({"a": 20, "b": 20, "c": 20, "d": 25})
     sim.submit(NewRequest("equal", [1] * 25, 4, priority=1))
-    assert decide(sim.state).admissions == ()
+    assert sim.peek().admitted == []
 
 
 @pytest.mark.parametrize(
@@ -71,9 +66,9 @@ def test_the_fewest_go_that_make_room(
     than must."""
     sim = running(pages, swap_chunks=swap_chunks)
     sim.submit(NewRequest("urgent", [1] * (4 * prompt), 1, priority=0))
-    decision = decide(sim.state)
-    assert sorted(names(decision.soft_resets + decision.offloads)) == sorted(victims)
-    assert [a.request.request_id for a in decision.admissions] == ["urgent"]
+    step = sim.peek()
+    assert sorted(step.soft_resets + step.offloads) == sorted(victims)
+    assert step.admitted == ["urgent"]
     sim.run()
 
 
@@ -83,17 +78,17 @@ def test_nobody_goes_when_all_of_them_would_not_do() -> None:
     sim.submit(NewRequest("equal", [1] * 160, 9, priority=0))
     sim.turn()
     sim.submit(NewRequest("urgent", [1] * (4 * 61), 4, priority=0))
-    decision = decide(sim.state)
-    assert decision.soft_resets == decision.admissions == ()
+    step = sim.peek()
+    assert step.soft_resets == step.admitted == []
 
 
 def test_rows_are_made_free_as_well() -> None:
     """Every row is taken by something less urgent, and blocks there are enough."""
     sim = running(dict.fromkeys("abcd", 5), max_requests=4)
     sim.submit(NewRequest("urgent", [1] * 20, 4, priority=0, n=2))
-    decision = decide(sim.state)
-    assert names(decision.soft_resets) == ["d", "c"]
-    assert [a.request.request_id for a in decision.admissions] == ["urgent"]
+    step = sim.peek()
+    assert sorted(step.soft_resets) == ["c", "d"]
+    assert step.admitted == ["urgent"]
     sim.run()
 
 
@@ -155,7 +150,7 @@ def test_nobody_joins_only_to_be_swapped_out_at_once() -> None:
     the next step, over and over."""
     sim = running({"a": 40, "b": 35})
     sim.submit(NewRequest("large", [1] * 72, 4, priority=2))
-    assert decide(sim.state).admissions == ()
+    assert sim.peek().admitted == []
     sim.submit(NewRequest("small", [1] * 40, 4, priority=1))
-    assert [a.request.request_id for a in decide(sim.state).admissions] == ["small"]
+    assert sim.peek().admitted == ["small"]
     sim.run()

@@ -95,12 +95,12 @@ def test_nothing_is_shared_before_its_result_has_come_back() -> None:
     sim = simulation(max_plans_in_flight=2, max_batch_tokens=64)
     sim.submit(NewRequest("a", [*PREFIX, 50], 4))
     assert sim.plan()
-    assert not sim.state.allocators[0].block_of
+    assert not sim.state.memory.groups[0].block_of
     sim.submit(NewRequest("b", [*PREFIX, 51], 4))
     sim.plan()
     assert [r.request_id for r in sim.state.rows.running.values()] == ["a"]
     sim.absorb()
-    assert len(sim.state.allocators[0].block_of) == len(PREFIX) // 4
+    assert len(sim.state.memory.groups[0].block_of) == len(PREFIX) // 4
     sim.run()
     assert sim.outcome.cached_tokens["b", 0] == 32
 
@@ -128,7 +128,7 @@ def test_a_hybrid_hit_needs_the_window_too() -> None:
     sim = simulation(groups=HYBRID)
     sim.submit(NewRequest("a", [*PREFIX, 9], 20))
     sim.run()
-    full, sliding = sim.state.allocators
+    full, sliding = sim.state.memory.groups
     # blocks that the window left behind keep their content, so the whole prefix is found …
     sim.submit(NewRequest("b", [*PREFIX, 10], 2))
     sim.run()
@@ -151,12 +151,12 @@ def test_own_preemptions_do_not_count_as_hits() -> None:
     assert request.state is RequestState.DECODING
     while sim.results:
         sim.absorb()
-    sim.state.soft_reset(request)
+    sim.state.preempt([request])
     sim.turn()
     assert sim.state.rows.computed[request.row] > 16, "it found its own blocks again"
     sim.run()
     assert sim.outcome.cached_tokens["a", 0] == 0
-    assert sim.state.prefix_cache.num_hit == 0
+    assert sim.state.memory.prefix_cache.num_hit == 0
 
 
 def test_reclaiming_takes_the_least_recently_used_one_at_a_time() -> None:

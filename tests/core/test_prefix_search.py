@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from scheduler_svc.core import block_names
-from scheduler_svc.core.decide import decide
-from scheduler_svc.core.prefix_cache import PrefixCache
+from scheduler_svc.core.memory import block_names
+from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.core.request import Hit, NewRequest, Request
+from scheduler_svc.core.step.head_start import admission
+from tests.support.occupied import occupy
 from tests.support.simulation import Setup, Simulation, random_requests, run_workload
 from tests.support.without_model import without_model
 
@@ -63,9 +65,9 @@ def simulation(num_blocks: int, groups: tuple[tuple[int, int], ...]) -> Simulati
               max_model_len=8192, safety_margin=0.0, vocab_size=50_000)
     )  # fmt: skip
     sim.worker.step = without_model  # type: ignore[method-assign]
-    for allocator in sim.state.allocators:
+    for allocator in sim.state.memory.groups:
         allocator.block_of = CountingDict(allocator.block_of)
-    sim.state.prefix_cache._promised = CountingDict()
+    sim.state.memory.prefix_cache._promised = CountingDict()
     return sim
 
 
@@ -82,7 +84,7 @@ def test_who_waits_for_a_prefix_asks_one_name_a_step(
     prefix = tokens(2000)
     for number in range(waiting + 1):
         sim.submit(NewRequest(f"r{number}", [*prefix, *tokens(9, number)], 4))
-    cache, pending = sim.state.prefix_cache, sim.state.pending
+    cache, pending = sim.state.memory.prefix_cache, sim.state.pending
     costs = []
     sim.turn()
     while not sim.state.rows.is_decoding[0]:
@@ -112,17 +114,21 @@ def test_the_first_in_line_is_not_searched_for_anew(
     sim.submit(NewRequest("b", [1, 2, 3], 400))
     while len(sim.state.rows.running) < 1 + is_running or not sim.state.rows.is_decoding[0]:
         sim.turn()
-    (full, *_), pool = sim.state.allocators, sim.state.pool
-    others = full.take((pool.num_free if is_running else len(pool.clean)) - 3)
+    device = sim.state.memory.device
+    free = device.chunks.num_free if is_running else len(device.chunks.clean)
+    others = occupy(device, free - 3)
     first = sim.submit(NewRequest("first", [*prefix, *tokens(300, 2)], 4))
     assert first is not None
-    decide(sim.state)
+    assert count(lambda: admission(sim.state, first)) > 400
     assert first.hit is not None
     assert first.hit.num_pages == 500
     for _ in range(5):
-        assert count(lambda: decide(sim.state)) < 10
-        assert first in sim.state.pending
-    full.give(others)
+        assert count(lambda: admission(sim.state, first)) < 10
+        twin = copy.deepcopy(sim.scheduler)
+        assert count(twin.plan) < 10
+        if is_running:  # else the cached blocks that nobody shares make room for it
+            assert not twin.state.in_flight[-1].admitted
+    device.give(0, others)
     sim.run()
 
 
@@ -135,13 +141,16 @@ def test_an_offloaded_first_in_line_is_not_searched_for_anew(
     sim.submit(NewRequest("a", tokens(2000), 9))
     while not sim.state.rows.is_decoding[0]:
         sim.turn()
-    sim.state.offload(sim.state.requests["a"][0])
-    (allocator,) = sim.state.allocators
+    (request,) = sim.state.requests["a"]
+    sim.state.preempt([request])
+    assert request.swapped is not None
+    (allocator,) = sim.state.memory.groups
     allocator.block_of = CountingDict(allocator.block_of)
-    others = allocator.take(sim.state.pool.num_free)
-    assert count(lambda: decide(sim.state)) > 400
-    assert count(lambda: decide(sim.state)) < 10
-    allocator.give(others)
+    device = sim.state.memory.device
+    others = occupy(device, device.chunks.num_free)
+    assert count(sim.scheduler.plan) > 400
+    assert count(sim.scheduler.plan) < 10
+    device.give(0, others)
     sim.run()
 
 
@@ -156,7 +165,7 @@ def test_prompts_that_begin_alike_are_hashed_once(
         new = NewRequest(f"r{number}", prefix[:length] + tokens(8, number), 1)
         assert count(lambda new=new: sim.submit(new)) < 8  # type: ignore[misc]
     names = [list(sim.state.requests[f"r{number}"][0].names) for number in range(3)]
-    sim.state.lose_worker(sim.setup.geometry())  # which forgets the names
+    sim.scheduler.lose_worker(sim.setup.geometry())  # which forgets the names
     sim.submit(NewRequest("again", prefix[:3000] + tokens(8, 1), 1))
     assert sim.state.requests["again"][0].names == names[1]
     assert names[0][:750] == names[1][:750] != names[0][1:751]
@@ -171,11 +180,11 @@ def test_what_is_remembered_is_what_a_new_search_finds(
     plain = PrefixCache.match
     found = []
 
-    def match(self: PrefixCache, request: Request, also: Any = ()) -> Hit | None:
-        hit = plain(self, request, also)
+    def match(self: PrefixCache, request: Request) -> Hit | None:
+        hit = plain(self, request)
         remembered = request.hit, request.awaited
         request.hit = request.awaited = None
-        anew = plain(self, request, also)
+        anew = plain(self, request)
         request.hit, request.awaited = remembered
         assert (hit is None) == (anew is None)
         if hit is None or anew is None:

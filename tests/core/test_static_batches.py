@@ -8,16 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from protos.plan import StepResult
-from scheduler_svc.core.absorb import absorb
-from scheduler_svc.core.commit import commit
-from scheduler_svc.core.decide import decide
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry, Limits
-from scheduler_svc.core.pack import pack
 from scheduler_svc.core.policies import STATIC
 from scheduler_svc.core.request import NewRequest
-from scheduler_svc.core.state import State
+from scheduler_svc.core.scheduler import Scheduler
 from tests.support.simulation import Setup, Simulation, random_requests, run_workload, verify
+from tests.support.without_model import without_model
 
 WORKLOADS = Path(__file__).resolve().parents[1] / "workloads"
 
@@ -25,35 +21,19 @@ WORKLOADS = Path(__file__).resolve().parents[1] / "workloads"
 def batches(workload: str, num_blocks: int, max_batch_tokens: int) -> list[list[int]]:
     """The requests of every batch of a workload file, by number, in order of admission."""
     geometry = Geometry(16, num_blocks + 2, 1, (GroupGeometry(FULL_ATTENTION, 1, 1),), 8192)
-    state = State(Limits(max_batch_tokens, 64, safety_margin=0.0), geometry, STATIC)
+    scheduler = Scheduler(Limits(max_batch_tokens, 64, safety_margin=0.0), geometry, STATIC)
+    state = scheduler.state
     for line in (WORKLOADS / f"{workload}.jsonl").read_text().splitlines():
         wanted = json.loads(line)
-        state.submit(NewRequest(str(wanted["id"]), wanted["prompt"], wanted["max_new"]))
+        scheduler.submit(NewRequest(str(wanted["id"]), wanted["prompt"], wanted["max_new"]))
     found = []
     while state.requests:
         was_empty = not state.rows.running
-        step = commit(state, decide(state))
-        assert step is not None
-        pack(state, step)
+        plan = scheduler.plan()
+        assert plan is not None
         if was_empty:
             found.append([int(request.request_id) for request in state.rows.running.values()])
-        samples, rows = len(step.sampled), len(step.rows)
-        zeros, nothing = np.zeros(samples, np.int32), np.zeros(0, np.int32)
-        absorb(
-            state,
-            StepResult(
-                step_id=step.step_id,
-                device_microseconds=0,
-                queue_microseconds=0,
-                token_ids=zeros,
-                is_finite=np.ones(rows, np.int32),
-                logprobs=zeros.astype(np.float32),
-                ranks=zeros,
-                top_start=np.zeros(samples + 1, np.int32),
-                top_ids=nothing,
-                top_logprobs=nothing.astype(np.float32),
-            ),
-        )
+        scheduler.absorb(without_model(plan))
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scheduler_svc.core.request import NewRequest
-from scheduler_svc.core.views import get_cache
+from scheduler_svc.engine.views import get_cache
 from tests.support.simulation import Setup, Simulation
 from tests.support.without_model import without_model
 

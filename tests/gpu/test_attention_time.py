@@ -76,9 +76,8 @@ def work_of(batch: int, queries: int, context: int) -> Work | None:
         first_positions=np.zeros((1, batch)),
         blocks=2 + np.random.default_rng(1).permutation(batch * pages),
     )
-    inputs = prepare_inputs(
-        plan, [group], [num_blocks], PAGE_SIZE, row_shape(batch * queries, batch, 0, queries, 1)
-    )
+    shape = row_shape(batch * queries, batch, 0, queries, 1)
+    inputs = prepare_inputs(plan, [group], PAGE_SIZE, shape)
     tables = inputs.groups[0]
     backend = choose_backend("auto", DEVICE, DTYPE, HEAD_DIM, deterministic=False)
     context_of_step = StepContext(

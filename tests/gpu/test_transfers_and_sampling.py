@@ -76,14 +76,9 @@ def samples_of(count: int, temperature: float, top_k: int, top_p: float) -> Samp
         "top_p": np.full(count, top_p, np.float32),
         "min_p": np.zeros(count, np.float32),
     }
-    greedy, plain, truncated = split_rows(**settings, vocab_size=VOCAB_SIZE)
-    arrays = {
-        "logits": np.arange(count),
-        "rows": np.arange(count),
-        "greedy": greedy,
-        "plain": plain,
-        "truncated": truncated,
-        **settings,
-        "u": np.linspace(0, 0.999, count, dtype=np.float32),
-    }
-    return SampleRows(**{name: torch.from_numpy(a).to(DEVICE) for name, a in arrays.items()})
+    each, u = np.arange(count), np.linspace(0, 0.999, count, dtype=np.float32)
+    arrays = (each, each, *split_rows(settings, VOCAB_SIZE), u)
+    return SampleRows(
+        *(torch.from_numpy(array).to(DEVICE) for array in arrays),
+        parameters={n: torch.from_numpy(array).to(DEVICE) for n, array in settings.items()},
+    )

@@ -206,10 +206,7 @@ class WildWorker:
                     self.send_result(replace(result, token_ids=tokens))
             case "more":
                 tokens = np.append(result.token_ids, np.int32(0))
-                self.send_result(replace(
-                    result, token_ids=tokens, logprobs=np.zeros(0, np.float32),
-                    ranks=np.zeros(0, np.int32), top_start=np.zeros(1, np.int32),
-                ))  # fmt: skip
+                self.send_result(replace(result, token_ids=tokens))
 
 
 IDLE = (

@@ -82,7 +82,7 @@ def test_a_stop_string_ends_the_answer_and_the_overshoot_is_dropped(
     end = bench.end("a")
     assert (end.reason, end.stop_string, end.stop_token_id) == (FinishReason.STOP, stop, None)
     assert end.completion_tokens == ends_at
-    assert bench.engine._state.pool.num_free == 12
+    assert bench.engine._state.memory.device.chunks.num_free == 12
 
 
 def test_a_stop_token_is_named_and_not_shown() -> None:
@@ -229,7 +229,7 @@ def test_abort_ends_with_what_was_delivered() -> None:
     assert (end.reason, end.completion_tokens) == (FinishReason.ABORT, 3)
     bench.link.answer()
     bench.turn()
-    assert bench.engine._state.pool.num_free == 12
+    assert bench.engine._state.memory.device.chunks.num_free == 12
     assert bench.engine.ask(lambda state: len(state.rows.running)) is not None
 
 

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from protos import link_pb2
-from scheduler_svc.core.decide import decide
+from protos.plan import StepPlan
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry
 from scheduler_svc.core.policies import POLICIES
-from scheduler_svc.core.state import State
-from scheduler_svc.engine import engine as engine_module
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.engine.events import Failed
 from scheduler_svc.errors import RequestFailed
 from tests.support.engine_harness import Bench, assert_nothing_is_held, right
@@ -194,20 +193,20 @@ def test_a_wedge_costs_one_request(
 ) -> None:
     """A bug in who may have which memory ends the service, with every stream."""
 
-    def wedged(state: State) -> Any:
-        family = state.requests.get("stuck")
+    plan = Scheduler.plan
+
+    def wedged(scheduler: Scheduler) -> StepPlan | None:
+        family = scheduler.state.requests.get("stuck")
         if family is None or (is_cured_by_reset and family[0].was_wedged):
-            return decide(state)
-        return replace(
-            decide(state), soft_resets=(), offloads=(), admissions=(), rows=np.zeros(0, np.int32)
-        )
+            return plan(scheduler)
+        return None
 
     bench = Bench(depth, geometry=ROOMY)
     bench.connect()
     bench.submit("stuck", [1, 2, 3], 6, n=2)
     bench.submit("other", [4, 5], 6)
     bench.step(2)
-    monkeypatch.setattr(engine_module, "decide", wedged)
+    monkeypatch.setattr(Scheduler, "plan", wedged)
     with caplog.at_level(logging.ERROR):
         bench.serve()
     assert "bug in Chairlift" in caplog.text

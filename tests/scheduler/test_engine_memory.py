@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler_svc.core import views
 from scheduler_svc.core.limits import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
@@ -12,6 +11,7 @@ from scheduler_svc.core.limits import (
     GroupGeometry,
 )
 from scheduler_svc.core.policies import FIFO, PREFILL_FIRST, PRIORITY, Policy
+from scheduler_svc.engine import views
 from scheduler_svc.engine.events import Finished
 from tests.support.engine_harness import GEOMETRY, Bench, assert_nothing_is_held, right
 from tests.support.shadow_worker import expected_tokens
@@ -91,7 +91,7 @@ def test_a_flush_forgets_everything(geometry: Geometry) -> None:
     assert cached_tokens(bench, "second", PROMPT) == 8
     bench.submit("running", [*PROMPT, 3], 12)
     bench.step(3)
-    named = sum(len(a.name_of) for a in bench.engine._state.allocators)
+    named = sum(len(a.name_of) for a in bench.engine._state.memory.groups)
     flushed = bench.engine.flush_cache()
     bench.turn()
     assert flushed.result(0) == named > 0

@@ -102,7 +102,7 @@ def is_prefilling(state: State) -> bool:
 
 def is_forked(state: State) -> bool:
     """The step that samples the first tokens has not come back."""
-    rows = state.rows.order()
+    rows = state.rows.in_use()
     return bool(state.rows.is_decoding[rows].all() and state.in_flight) and all(
         request.num_output_tokens == 0 for request in state.live()
     )

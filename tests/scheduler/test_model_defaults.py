@@ -137,8 +137,8 @@ def test_a_default_that_cannot_be_honoured_is_told(
     with caplog.at_level(logging.WARNING):
         assert default_sampling(stated) == {}
     assert [record.getMessage() for record in caplog.records] == [
-        f"generation_config.json asks for {key} {value!r}, which this version does not have: "
-        "answers are made without it"
+        f"generation_config.json sets {key} to {value!r}, which is not supported: answers are made "
+        "without it"
         for key, value in stated.items()
         if is_told
     ]

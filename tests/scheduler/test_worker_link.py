@@ -16,12 +16,10 @@ import zmq.auth
 
 from protos import link_pb2
 from protos.plan import StepResult, decode_plan, encode_result
-from scheduler_svc.core.commit import commit
-from scheduler_svc.core.decide import decide
+from protos.session import PROTOCOL
 from scheduler_svc.core.limits import Limits
-from scheduler_svc.core.pack import pack
 from scheduler_svc.core.request import NewRequest
-from scheduler_svc.core.state import State
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.engine.worker_link import WorkerLink, WorkerMessage
 from tests.support.simulation import Setup
 
@@ -47,7 +45,7 @@ class Dealer:
         frames = [envelope.SerializeToString()]
         self.socket.send_multipart(frames if buffer is None else [*frames, buffer])
 
-    def hello(self, protocol: int = 1) -> None:
+    def hello(self, protocol: int = PROTOCOL) -> None:
         self.say(to=0, hello=link_pb2.Hello(protocol=protocol, host="h", pid=1, version="0"))
 
     def hear(self, kind: str) -> tuple[link_pb2.Envelope, list[bytes]]:
@@ -97,11 +95,10 @@ def test_a_plan_and_its_result_cross_unchanged(
     dealer.hello()
     assert next_kind(heard) == "hello"
     setup = Setup()
-    state = State(Limits(64, 8), setup.geometry())
-    state.submit(NewRequest("a", list(range(9)), 4))
-    step = commit(state, decide(state))
-    assert step is not None
-    plan = pack(state, step)
+    scheduler = Scheduler(Limits(64, 8), setup.geometry())
+    scheduler.submit(NewRequest("a", list(range(9)), 4))
+    plan = scheduler.plan()
+    assert plan is not None
     link.send(link_pb2.Envelope(worker_boot_id=5), plan)
     envelope, [buffer] = dealer.hear("step_plan")
     header = envelope.step_plan
@@ -110,19 +107,7 @@ def test_a_plan_and_its_result_cross_unchanged(
     assert got.blocks.tolist() == plan.blocks.tolist()
     assert got.u.tolist() == plan.u.tolist()
 
-    none = np.zeros(0, np.int32)
-    result = StepResult(
-        0,
-        12,
-        3,
-        np.array([41], np.int32),
-        np.ones(1, np.int32),
-        np.zeros(1, np.float32),
-        np.zeros(1, np.int32),
-        np.zeros(2, np.int32),
-        none,
-        np.zeros(0, np.float32),
-    )
+    result = StepResult(0, 12, 3, np.array([41], np.int32), np.ones(1, np.int32))
     counts, payload = encode_result(result)
     dealer.say(
         step_result=link_pb2.StepResult(

@@ -60,12 +60,6 @@ WRONG: dict[str, Callable[[StepResult], StepResult]] = {
     "2 as a verdict": lambda r: replace(r, is_finite=int32(2)),
     "-1 as a verdict": lambda r: replace(r, is_finite=int32(-1)),
     "0 verdicts on 1": lambda r: replace(r, is_finite=int32()),
-    "top_start does not rise from 0 to the 0": lambda r: replace(r, top_start=int32(0, 1)),
-    "top_start does not rise from 0 to the 2": lambda r: replace(
-        r, top_start=int32(0, 3, 2), top_ids=int32(1, 2), top_logprobs=np.zeros(2, np.float32)
-    ),
-    "top id 51 is": lambda r: replace(r, top_start=int32(0, 1), top_ids=int32(51)),
-    "rank -3": lambda r: replace(r, ranks=int32(-3)),
     "device_microseconds is -5": lambda r: replace(r, device_microseconds=-5),
     "queue_microseconds is 9223": lambda r: replace(r, queue_microseconds=2**63 - 1),
     "step 7 came where 0": lambda r: replace(r, step_id=7),

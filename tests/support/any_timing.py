@@ -12,9 +12,8 @@ from collections import Counter, deque
 
 import numpy as np
 
-from scheduler_svc.core.check import check
-from scheduler_svc.core.request import NewRequest, Request, RequestState
-from scheduler_svc.core.shortage import by_kind
+from scheduler_svc.core.request import NewRequest, Request
+from tests.support.check import check
 from tests.support.simulation import Outcome, Setup, Simulation, verify
 
 # what may happen next, and how often
@@ -68,14 +67,10 @@ class AnyTiming:
         running = self._running()
         if running and self.sim.setup.policy != "static":  # which preempts nobody
             victim = running[int(self.rng.integers(len(running)))]
-            soft_resets, offloads = by_kind(self.sim.state, [victim])
-            for request in soft_resets:
-                self.sim.state.soft_reset(request)
-            for request in offloads:
-                self.sim.state.offload(request)
+            self.sim.state.preempt([victim])
 
     def flush(self) -> None:
-        self.sim.state.flush_cache()
+        self.sim.scheduler.flush_cache()
 
     def fault(self) -> None:
         self.seen["given_up"] += len(self.sim.results)
@@ -86,12 +81,7 @@ class AnyTiming:
         self.sim.lose_worker()
 
     def _running(self) -> list[Request]:
-        rows = self.sim.state.rows
-        return [
-            request
-            for row, request in rows.running.items()
-            if request.state is not RequestState.FINISHED and not rows.awaits_fork[row]
-        ]
+        return self.sim.state.active()
 
 
 def run_in_any_timing(

@@ -10,15 +10,10 @@ from typing import Final
 
 from protos import link_pb2
 from protos.plan import StepPlan, StepResult
-from scheduler_svc.core.absorb import absorb
-from scheduler_svc.core.admission import why_never_fits
-from scheduler_svc.core.commit import commit
-from scheduler_svc.core.decide import decide
-from scheduler_svc.core.limits import Limits
-from scheduler_svc.core.pack import pack
+from scheduler_svc.core.limits import Limits, why_never_fits
 from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.request import NewRequest, Request, Sampling
-from scheduler_svc.core.state import State
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.engine.ready_check import geometry_of
 from tests.support.without_model import without_model
 
@@ -46,15 +41,16 @@ class CoreDriver:
         chosen = POLICIES[policy]
         margin = chosen.safety_margin if safety_margin is None else safety_margin
         limits = Limits(max_batch_tokens, max_requests, 0, margin, depth, allow_block_sharing)
-        self.state = State(limits, geometry_of(ready), chosen)
-        random.Random(0).shuffle(self.state.pool.clean)
+        self.scheduler = Scheduler(limits, geometry_of(ready), chosen)
+        self.state = self.scheduler.state
+        random.Random(0).shuffle(self.state.memory.device.chunks.clean)
         self._names = map("prompt{}".format, count())
 
     def submit(self, new: NewRequest) -> list[Request]:
         """Returns the request and its siblings; it must fit."""
         reason = why_never_fits(self.state.geometry, len(new.prompt_token_ids), new.max_tokens)
         assert reason is None, reason
-        return self.state.submit(new)
+        return self.scheduler.submit(new)
 
     def submit_prompts(
         self, *prompts: Sequence[int], max_tokens: int = 1, sampling: Sampling = GREEDY
@@ -68,17 +64,10 @@ class CoreDriver:
 
     def plan(self) -> StepPlan | None:
         """The next step; None while plans are outstanding that it must wait for, or when idle."""
-        while len(self.state.in_flight) < self.state.limits.max_plans_in_flight:
-            decision = decide(self.state)
-            step = commit(self.state, decision)
-            if step is not None:
-                return pack(self.state, step)
-            if decision.is_empty:
-                break
-        return None
+        return self.scheduler.plan()
 
     def absorb(self, result: StepResult) -> None:
-        absorb(self.state, result)
+        self.scheduler.absorb(result)
 
     def plans_without_model(self) -> Iterator[StepPlan]:
         """Plans to the end, whose samples are all token 0. With a depth of 2 each but the first is

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from protos import link_pb2
-from scheduler_svc.core.check import check
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry, Limits
 from scheduler_svc.core.policies import FIFO, Policy
 from scheduler_svc.core.request import NewRequest, Sampling
 from scheduler_svc.core.state import State
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.events import Delta, Event, Failed, Finished, Status, Submission
+from tests.support.check import check
 from tests.support.memory_link import MemoryLink
 from tests.support.shadow_worker import expected_tokens
 
@@ -183,7 +183,7 @@ def assert_nothing_is_held(bench: Bench) -> None:
     state = bench.engine._state
     assert state.requests == {}
     assert not state.rows.running
-    assert state.pool.num_free == state.pool.num_usable
-    assert state.swap_pool.num_free == state.swap_pool.num_usable
-    assert state.prefix_cache.num_promised == 0
+    assert state.memory.device.is_free
+    assert state.memory.swap.is_free
+    assert state.memory.prefix_cache.num_promised == 0
     check(state)

@@ -27,7 +27,7 @@ def make_plan(step_id: int, **arrays: list[int]) -> StepPlan:
     for name, dtype, shape in PLAN_LAYOUT:
         lengths = [d if isinstance(d, int) else int(d.endswith("+1")) for d in shape]
         empty[name] = np.zeros(lengths, dtype)
-    plan = StepPlan(step_id=step_id, awaits_mask=False, **empty)
+    plan = StepPlan.from_arrays(step_id, False, empty)
     given = {name: np.array(values, np.int32) for name, values in arrays.items()}
     return dataclasses.replace(plan, **given)
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from protos.plan import StepPlan, StepResult
-from scheduler_svc.core.check import check
 from scheduler_svc.core.request import NewRequest, Sampling
-from scheduler_svc.core.views import get_cache
+from scheduler_svc.engine.views import get_cache
+from tests.support.check import check
 from tests.support.core_driver import CoreDriver
 from tests.support.loading import configure
 from worker.model.load import LoadedModel
@@ -143,7 +143,7 @@ class InProcess:
                 break
             self._turn(served, logits)
         check(state)
-        assert state.pool.num_free == state.pool.num_usable
+        assert state.memory.device.is_free
         prompts = {new.request_id: len(new.prompt_token_ids) for new in requests}
         for who, token_ids in served.tokens.items():
             start = prompts[who[0]]
@@ -156,7 +156,7 @@ class InProcess:
         return served
 
     def _counters(self) -> tuple[int, int, int, int]:
-        counters, hits = self.state.counters, self.state.prefix_cache.num_hit
+        counters, hits = self.state.counters, self.state.memory.prefix_cache.num_hit
         return counters.offloads, counters.restores, counters.soft_resets, hits
 
     def _turn(self, served: Served, logits: _Logits) -> None:

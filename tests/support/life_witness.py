@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scheduler_svc.core.admission import why_never_fits
-from scheduler_svc.core.limits import Geometry
+from scheduler_svc.core.limits import Geometry, why_never_fits
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.engine.events import Delta, Event, Failed, Finished, Submission
 from scheduler_svc.errors import DuplicateRequest, QueueFull, RequestFailed, RequestRejected
@@ -74,7 +73,7 @@ class Witness:
                 asked.may_not_fit |= self.never_fits(asked, self.bench.link.geometry)
 
     def never_fits(self, asked: Asked, geometry: Geometry) -> bool:
-        is_reserved = self.bench.engine._state.policy.holds_finished
+        is_reserved = self.bench.engine._state.holds_ended
         length = len(asked.prompt)
         return why_never_fits(geometry, length, asked.max_tokens, is_reserved) is not None
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from protos import link_pb2
 from protos.plan import StepPlan, StepResult
+from protos.session import PROTOCOL
 from scheduler_svc.core.limits import Geometry
 from scheduler_svc.engine.worker_link import WorkerMessage
 from tests.support.shadow_worker import ShadowWorker
@@ -71,7 +72,7 @@ class MemoryLink:
         self.is_dropped = False
         self.plans.clear()
         self._new_worker()
-        self.say(hello=link_pb2.Hello(protocol=1, version="0", host="here", pid=1))
+        self.say(hello=link_pb2.Hello(protocol=PROTOCOL, version="0", host="here", pid=1))
 
     def ready_message(self) -> link_pb2.Ready:
         geometry = self.geometry

@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from protos.plan import PLAN_LAYOUT, Int32, StepPlan
+from protos.sampling import SAMPLER_FIELDS
 
 _COMPUTED: Final = (
     "token_ids", "rows", "query_start_loc", "seq_lens", "table_start", "first_positions", "blocks",
@@ -22,27 +23,16 @@ def plan_of(step_id: int = 1, **arrays: Any) -> StepPlan:
         "swap_out": np.zeros((0, 3)),
         "swap_in": np.zeros((0, 3)),
         "copy": np.zeros((0, 3)),
-        "init_history_start": np.zeros(len(arrays.get("init_rows", ())) + 1),
         "query_start_loc": [0],
-        "bias_start": np.zeros(samples + 1),
-        "temperature": np.zeros(samples),
-        "top_k": np.zeros(samples),
-        "top_p": np.ones(samples),
-        "min_p": np.zeros(samples),
         "u": np.zeros(samples),
-        "repetition_penalty": np.ones(samples),
-        "frequency_penalty": np.zeros(samples),
-        "presence_penalty": np.zeros(samples),
-        "num_logprobs": np.full(samples, -1),
+        **{name: np.full(samples, entry.neutral) for name, entry in SAMPLER_FIELDS.items()},
+        "temperature": np.zeros(samples),
         "table_start": np.zeros((1, len(arrays.get("rows", ())) + 1)),
         "first_positions": np.zeros((1, len(arrays.get("rows", ())))),
         **arrays,
     }
-    return StepPlan(
-        step_id=step_id,
-        awaits_mask=values.pop("awaits_mask", False),
-        **{name: np.asarray(values.get(name, []), dtype) for name, dtype, _ in PLAN_LAYOUT},
-    )
+    filled = {name: np.asarray(values.get(name, []), dtype) for name, dtype, _ in PLAN_LAYOUT}
+    return StepPlan.from_arrays(step_id, False, filled)
 
 
 def with_samples(

@@ -23,7 +23,6 @@ import grpc
 from protos import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, link_pb2
 from protos import inference_pb2 as pb
 from protos.plan import StepPlan
-from scheduler_svc.core import views
 from scheduler_svc.core.limits import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
@@ -32,6 +31,7 @@ from scheduler_svc.core.limits import (
     Limits,
 )
 from scheduler_svc.core.policies import POLICIES
+from scheduler_svc.engine import views
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.worker_link import WorkerMessage
 from scheduler_svc.front.server import Server

@@ -16,7 +16,6 @@ import numpy as np
 
 from protos import link_pb2
 from protos.plan import StepResult
-from scheduler_svc.core.check import check
 from scheduler_svc.core.limits import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
@@ -26,7 +25,8 @@ from scheduler_svc.core.limits import (
 from scheduler_svc.core.policies import POLICIES, STATIC
 from scheduler_svc.core.request import RequestState
 from scheduler_svc.core.state import InFlight
-from scheduler_svc.core.views import get_cache, list_requests
+from scheduler_svc.engine.views import get_cache, list_requests
+from tests.support.check import check
 from tests.support.engine_harness import Bench, assert_nothing_is_held
 from tests.support.life_witness import LETTERS, Asked, Witness, letter
 from tests.support.shadow_worker import expected_tokens

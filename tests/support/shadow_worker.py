@@ -118,32 +118,29 @@ class ShadowWorker:
         tokens[unknown] = self.last_token[row_of_token[unknown]]
         assert ((tokens >= 0) & (tokens < self.vocab_size)).all(), "a token that nobody sampled"
 
+        place = np.searchsorted(plan.query_start_loc, plan.logits_indices, side="right") - 1
+        # [L] tokens of the request up to the one whose logits are wanted
+        ends = plan.seq_lens[place] - plan.query_start_loc[1:][place] + plan.logits_indices + 1
+        assert len(set(plan.logits_indices.tolist())) == len(plan.logits_indices)
         sums = None
         for group, kv in enumerate(self.kv):
-            seen = self._attend(plan, group, kv, tokens, counts)
+            seen = self._attend(plan, group, kv, tokens, counts, place, ends)
             sums = seen if sums is None else _mix(sums, seen)
         assert sums is not None
-        place = np.searchsorted(plan.query_start_loc, plan.logits_indices, side="right") - 1
-        assert (plan.logits_indices == plan.query_start_loc[1:][place] - 1).all()
-        assert len(set(plan.logits_indices.tolist())) == len(plan.logits_indices)
         sampled_place = place[plan.sample_logits]
         forked = plan.rows[sampled_place] != plan.sample_rows
         assert set(plan.sample_rows[forked].tolist()) <= set(plan.init_rows.tolist())
         assert not set(plan.sample_rows[forked].tolist()) & set(plan.rows.tolist())
-        token_ids = choose(sums[sampled_place], plan.u, plan.temperature, self.vocab_size)
+        token_ids = choose(
+            sums[plan.sample_logits], plan.u, plan.sampling["temperature"], self.vocab_size
+        )
         self.last_token[plan.sample_rows] = token_ids
-        samples = len(token_ids)
         return StepResult(
             step_id=plan.step_id,
             device_microseconds=0,
             queue_microseconds=0,
             token_ids=token_ids,
             is_finite=np.ones(len(plan.rows), np.int32),
-            logprobs=np.zeros(samples, np.float32),
-            ranks=np.zeros(samples, np.int32),
-            top_start=np.zeros(samples + 1, np.int32),
-            top_ids=np.zeros(0, np.int32),
-            top_logprobs=np.zeros(0, np.float32),
         )
 
     def _move(self, plan: StepPlan) -> None:
@@ -171,8 +168,11 @@ class ShadowWorker:
         kv: _UInt64,
         tokens: npt.NDArray[np.int32],
         counts: npt.NDArray[np.int32],
+        place: npt.NDArray[np.intp],
+        ends: npt.NDArray[np.int32],
     ) -> _UInt64:
-        """Writes the step's history and reads all of it back: a sum per row. [R]"""
+        """Writes the step's history, and reads that of the rows `place` back up to `ends`: a sum
+        for each of them. place, ends and result [L]"""
         start = plan.table_start[group]
         assert (plan.blocks[start[0] : start[-1]] >= self.reserved[group]).all(), "reserved block"
         first_position = plan.first_positions[group]
@@ -203,12 +203,12 @@ class ShadowWorker:
             before = np.where(position == 0, _START, before)
             token = tokens[plan.query_start_loc[active] + turn].astype(np.uint64)
             kv[slots[base[active] + position]] = _mix(before, token)
-        read_from = (
-            np.maximum(plan.seq_lens - window, 0) if window else np.zeros(len(counts), np.int32)
-        )
         assert (first_position <= np.maximum(first - window + 1, 0)).all() or not window
-        lengths = (plan.seq_lens - read_from).astype(np.int64)
-        row = np.repeat(np.arange(len(lengths)), lengths)
+        if not len(ends):
+            return np.zeros(0, np.uint64)
+        read_from = np.maximum(ends - window, 0) if window else np.zeros_like(ends)
+        lengths = (ends - read_from).astype(np.int64)
+        row = np.repeat(place, lengths)
         position = np.arange(len(row)) - np.repeat(
             np.cumsum(lengths) - lengths - read_from, lengths
         )

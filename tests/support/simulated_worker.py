@@ -20,6 +20,7 @@ import numpy as np
 
 from protos import link_pb2
 from protos.plan import StepPlan, StepResult
+from protos.session import PROTOCOL
 from worker.process.link import Link, Received, Session, SessionEnded
 
 
@@ -49,11 +50,6 @@ def result_of(plan: StepPlan, vocab_size: int) -> StepResult:
         queue_microseconds=0,
         token_ids=np.full(samples, plan.step_id % vocab_size, np.int32),
         is_finite=np.ones(len(plan.rows), np.int32),
-        logprobs=np.zeros(samples, np.float32),
-        ranks=np.zeros(samples, np.int32),
-        top_start=np.zeros(samples + 1, np.int32),
-        top_ids=np.zeros(0, np.int32),
-        top_logprobs=np.zeros(0, np.float32),
     )
 
 
@@ -91,7 +87,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=256)
     parser.add_argument("--model-path", default="simulated", help="where its tokenizer is")
     options = parser.parse_args()
-    hello = link_pb2.Hello(protocol=1, version="0", host="here", pid=os.getpid())
+    hello = link_pb2.Hello(protocol=PROTOCOL, version="0", host="here", pid=os.getpid())
     link = Link(options.address, hello)
     session = link.accept()
     session.send_ready(ready(options))

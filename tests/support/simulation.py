@@ -2,103 +2,51 @@
 
 from __future__ import annotations
 
-from collections import deque
+import copy
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scheduler_svc.core.absorb import absorb
-from scheduler_svc.core.admission import why_never_fits
-from scheduler_svc.core.check import check, check_rows
-from scheduler_svc.core.commit import commit
-from scheduler_svc.core.decide import decide
+from protos.plan import StepPlan, encode_plan
 from scheduler_svc.core.limits import (
-    FULL_ATTENTION,
-    SLIDING_ATTENTION,
-    Geometry,
-    GroupGeometry,
-    Limits,
+    why_never_fits,
 )
-from scheduler_svc.core.pack import pack
 from scheduler_svc.core.policies import POLICIES
-from scheduler_svc.core.request import FinishReason, NewRequest, Request, Sampling
-from scheduler_svc.core.state import Counters, State
+from scheduler_svc.core.request import FinishReason, NewRequest, Request, RequestState, Sampling
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.state import InFlight, State
+from tests.support.check import check, check_rows
 from tests.support.shadow_worker import ShadowWorker, expected_tokens
-
-
-@dataclass(frozen=True)
-class Setup:
-    """The memory and the limits of a run."""
-
-    num_blocks: int = 64  # chunks, strictly speaking
-    page_size: int = 4
-    max_batch_tokens: int = 64
-    max_requests: int = 8
-    max_model_len: int = 128
-    safety_margin: float = 0.15
-    cache_budget: int = 0
-    max_plans_in_flight: int = 1
-    groups: tuple[tuple[int, int], ...] = ((0, 1),)  # (sliding window or 0, blocks per chunk)
-    swap_chunks: int = 0
-    overlaps_swap: bool = False
-    allow_block_sharing: bool = True
-    policy: str = "fifo"
-    vocab_size: int = 50
-    target_step_ms: float = 0.0  # then steps take random times
-
-    def geometry(self) -> Geometry:
-        return Geometry(
-            page_size=self.page_size,
-            num_chunks=2 + self.num_blocks,
-            chunk_bytes=64,
-            groups=tuple(
-                GroupGeometry(
-                    SLIDING_ATTENTION if window else FULL_ATTENTION, 1, blocks_per_chunk, window
-                )
-                for window, blocks_per_chunk in self.groups
-            ),
-            max_model_len=self.max_model_len,
-            num_swap_chunks=self.swap_chunks,
-            overlaps_swap=self.overlaps_swap,
-        )
-
-    def limits(self) -> Limits:
-        return Limits(
-            max_batch_tokens=self.max_batch_tokens,
-            max_requests_per_batch=self.max_requests,
-            cache_budget=self.cache_budget,
-            safety_margin=self.safety_margin,
-            max_plans_in_flight=self.max_plans_in_flight,
-            allow_block_sharing=self.allow_block_sharing,
-            target_step_ms=self.target_step_ms,
-        )
-
-
-@dataclass
-class Outcome:
-    """What a run did."""
-
-    steps: int = 0
-    tokens: dict[Key, list[int]] = field(default_factory=dict)
-    reasons: dict[Key, FinishReason] = field(default_factory=dict)
-    refused: list[str] = field(default_factory=list)
-    cached_tokens: dict[Key, int] = field(default_factory=dict)
-    counters: Counters = field(default_factory=Counters)
-    forks: int = 0
-    tail_copies: int = 0
-    chunked_prefills: int = 0
-    mixed_steps: int = 0
-    most_running: int = 0
-    lost_workers: int = 0
-    trace: list[bytes] = field(default_factory=list)
-
-
-Key = tuple[str, int]  # request_id and index
+from tests.support.simulated_run import Key, Outcome, Setup
 
 
 def key(request: Request) -> Key:
     return request.request_id, request.index
+
+
+@dataclass(frozen=True)
+class Peek:
+    """A step that was tried on a copy of the scheduler."""
+
+    plan: StepPlan | None
+    step: InFlight | None
+    soft_resets: list[str]  # request ids
+    offloads: list[str]
+
+    @property
+    def admitted(self) -> list[str]:
+        return [] if self.step is None else [r.request_id for r in self.step.admitted]
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """request id → tokens, in batch order."""
+        if self.step is None:
+            return {}
+        counts = self.step.num_new_tokens.tolist()
+        pairs = zip(self.step.requests, counts, strict=False)
+        return {request.request_id: count for request, count in pairs}
 
 
 class Simulation:
@@ -107,11 +55,16 @@ class Simulation:
     def __init__(self, setup: Setup, seed: int = 0, keep_trace: bool = False) -> None:
         self.setup = setup
         self.rng = np.random.default_rng(seed)
-        self.state = State(setup.limits(), setup.geometry(), POLICIES[setup.policy])
+        self.scheduler = Scheduler(setup.limits(), setup.geometry(), POLICIES[setup.policy])
         self.results: deque = deque()
         self.outcome = Outcome()
         self.keep_trace = keep_trace
+        self._answers: dict[Key, list[int]] = {}  # of requests that speculate
         self._connect(garbage_seed=0)
+
+    @property
+    def state(self) -> State:
+        return self.scheduler.state
 
     def _connect(self, garbage_seed: int) -> None:
         """A fresh worker."""
@@ -128,13 +81,13 @@ class Simulation:
 
     def _shuffle(self) -> None:
         """A shuffled pool, so that a stale read cannot pass by luck."""
-        self.rng.shuffle(self.state.pool.clean)
-        self.rng.shuffle(self.state.swap_pool.clean)
+        self.rng.shuffle(self.state.memory.device.chunks.clean)
+        self.rng.shuffle(self.state.memory.swap.chunks.clean)
 
     def lose_worker(self) -> None:
         """It dies with all its memory, and what it had not answered; another one comes."""
         self.results.clear()
-        self.state.lose_worker(self.setup.geometry())
+        self.scheduler.lose_worker(self.setup.geometry())
         self.outcome.lost_workers += 1
         self._connect(garbage_seed=self.outcome.lost_workers)
 
@@ -142,16 +95,16 @@ class Simulation:
         """The worker reports a fault: what it had not answered is given up, and all its KV."""
         self.results.clear()
         self.worker.late_copies.clear()
-        self.state.lose_worker(self.setup.geometry(), self.state.next_step_id)
+        self.scheduler.lose_worker(self.setup.geometry(), self.state.next_step_id)
         self._shuffle()
 
     def submit(self, new: NewRequest) -> Request | None:
-        is_reserved = self.state.policy.holds_finished
+        is_reserved = self.state.holds_ended
         prompt_tokens = len(new.prompt_token_ids)
         if why_never_fits(self.state.geometry, prompt_tokens, new.max_tokens, is_reserved):
             self.outcome.refused.append(new.request_id)
             return None
-        family = self.state.submit(new)
+        family = self.scheduler.submit(new)
         self.outcome.tokens.update((key(request), []) for request in family)
         return family[0]
 
@@ -159,36 +112,34 @@ class Simulation:
         """As a client does it: with all siblings."""
         for request in list(self.state.requests.get(request_id, [])):
             if request.finish_reason is None:  # a sibling may have ended with the first
-                self.state.finish(request, FinishReason.ABORT)
+                self.scheduler.finish(request, FinishReason.ABORT)
             self._ended(request)
 
     def plan(self) -> bool:
         """Plans and sends one step if one may be in flight and there is something to do."""
-        if len(self.state.in_flight) >= self.state.plans_allowed:
-            return False
-        decision = decide(self.state)
-        may_recall = bool(self.state.transfers.quarantined)
-        step = commit(self.state, decision)
+        plan = self.scheduler.plan()
         self.outcome.counters = self.state.counters
-        if step is None:
-            return not decision.is_empty or may_recall
-        plan = pack(self.state, step)
+        if plan is None:
+            return False
+        step = self.state.in_flight[-1]
         assert plan.query_start_loc[-1] <= self.setup.max_batch_tokens
         assert len(step.rows) <= self.setup.max_requests
-        if not self.state.policy.holds_finished:
+        if not self.state.holds_ended:
             # a last token is never computed: whoever must end by length is not planned again
             limits = [request.max_total_tokens for request in step.requests[: len(step.rows)]]
-            assert (plan.seq_lens < limits).all(), "planned past the end by length"
+            may_sample = plan.seq_lens < limits
+            is_scored = np.array([r.max_total_tokens == r.num_prompt_tokens for r in step.requests])
+            is_scored = is_scored[: len(step.rows)]
+            assert (may_sample | is_scored).all(), "planned past the end by length"
         self.outcome.forks += len(step.named) - len(step.rows)
         self.outcome.tail_copies += len(step.transfers.copy)
         if self.keep_trace:
-            from protos.plan import encode_plan
-
             counts, buffer = encode_plan(plan)
             self.outcome.trace.append(np.array(counts, np.int32).tobytes() + buffer)
         is_prefill = step.num_new_tokens > 1
         self.outcome.mixed_steps += bool(is_prefill.any() and not is_prefill.all())
-        self.outcome.chunked_prefills += len(step.rows) - len(step.sampled)
+        self.outcome.chunked_prefills += len(step.rows) - len(set(step.sampled.tolist()))
+        self.outcome.verified += sum(map(len, step.drafts.values()))
         self.outcome.most_running = max(self.outcome.most_running, len(step.rows))
         self.outcome.steps += 1
         result = self.worker.step(plan)
@@ -204,11 +155,54 @@ class Simulation:
     def absorb(self) -> None:
         result = self.results.popleft()
         self.worker.finish(result.step_id)
-        absorbed = absorb(self.state, result)
+        oldest = self.state.in_flight[0]
+        num_known = {r: len(r.token_ids) for r in oldest.requests}
+        absorbed = self.scheduler.absorb(result)
         for request in absorbed.sampled:
-            self.outcome.tokens[key(request)].append(request.token_ids[-1])
+            self.outcome.tokens[key(request)] = request.token_ids[request.num_prompt_tokens :]
+        if oldest.drafts:
+            num_samples = Counter(oldest.requests[place] for place in oldest.sampled.tolist())
+            self.outcome.rejected += sum(
+                count - (len(request.token_ids) - num_known[request])
+                for request, count in num_samples.items()
+                if request.finish_reason is None
+            )
         for request in absorbed.ended:
             self._ended(request)
+        for request in absorbed.sampled:
+            if request.speculate and request.finish_reason is None:
+                self.scheduler.draft(request, self._guess(request))
+
+    def _guess(self, request: Request) -> list[int]:
+        """What the request will answer, often with a mistake somewhere."""
+        if key(request) not in self._answers:
+            new = NewRequest(
+                request.request_id,
+                request.token_ids[: request.num_prompt_tokens],
+                request.max_total_tokens - request.num_prompt_tokens,
+                request.sampling,
+                n=request.index + 1,
+            )
+            windows = [window for window, _ in self.setup.groups]
+            self._answers.update(expected([new], self.setup.vocab_size, windows))
+        guess = self._answers[key(request)][request.num_output_tokens :][: request.speculate]
+        if guess and self.rng.random() < 0.6:
+            place, wrong = self.rng.integers([len(guess), self.setup.vocab_size])
+            guess[place] = int(wrong)
+        return guess
+
+    def peek(self) -> Peek:
+        """What `plan` would do now, tried on a copy."""
+        twin = copy.deepcopy(self.scheduler)
+        before = {id(request): request for request in twin.state.active()}
+        plan = twin.plan()
+        gone = [request for request in before.values() if request.state is RequestState.PENDING]
+        return Peek(
+            plan,
+            twin.state.in_flight[-1] if plan is not None else None,
+            [request.request_id for request in gone if request.swapped is None],
+            [request.request_id for request in gone if request.swapped is not None],
+        )
 
     def turn(self) -> bool:
         """Plans what it may, then takes one result; False when there was nothing to do."""
@@ -225,9 +219,9 @@ class Simulation:
         while self.state.requests or self.results:
             assert self.turn(), f"wedged with {len(self.state.requests)} live requests"
         check(self.state)
-        assert self.state.pool.num_free == self.state.pool.num_usable, "blocks leaked"
-        assert self.state.swap_pool.num_free == self.state.swap_pool.num_usable
-        assert not self.state.prefix_cache.num_promised
+        assert self.state.memory.device.is_free, "blocks leaked"
+        assert self.state.memory.swap.is_free
+        assert not self.state.memory.prefix_cache.num_promised
         assert not self.state.rows.running
         self.worker.check_reserved(self.pristine)
         return self.outcome
@@ -251,6 +245,8 @@ def random_requests(
     prefixes: int = 0,
     fork_share: float = 0.0,
     priorities: int = 1,
+    speculate_share: float = 0.0,
+    score_share: float = 0.0,
 ) -> list[NewRequest]:
     """Requests with uniform lengths in the given ranges (both ends included).
 
@@ -266,14 +262,18 @@ def random_requests(
         if shared and rng.random() < 0.8:
             begin = shared[int(rng.integers(prefixes))][: int(rng.integers(len(tokens) + 1))]
             tokens[: len(begin)] = begin
+        only_scores = score_share > 0 and rng.random() < score_share
+        speculates = speculate_share > 0 and rng.random() < speculate_share
+        n = int(rng.integers(2, 5)) if rng.random() < fork_share else 1
         requests.append(
             NewRequest(
                 request_id=f"r{i}",
                 prompt_token_ids=tokens,
-                n=int(rng.integers(2, 5)) if rng.random() < fork_share else 1,
+                n=1 if only_scores else n,
+                speculate=3 if speculates else 0,
                 priority=int(rng.integers(priorities)),
                 cache_salt="other" if rng.random() < 0.1 else "",
-                max_tokens=int(rng.integers(output[0], output[1] + 1)),
+                max_tokens=0 if only_scores else int(rng.integers(output[0], output[1] + 1)),
                 sampling=Sampling(
                     temperature=1.0 if rng.random() < sampled_share else 0.0,
                     seed=int(rng.integers(0, 2**63)),
@@ -346,5 +346,5 @@ def verify(requests: list[NewRequest], outcome: Outcome, setup: Setup) -> None:
             assert got == right[: len(got)], who
         else:
             assert got == right, who
-            stopped = right[-1] in stops[who[0]]
+            stopped = bool(right) and right[-1] in stops[who[0]]
             assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)

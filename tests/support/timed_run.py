@@ -13,13 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from protos.plan import StepResult, encode_plan
-from scheduler_svc.core.absorb import absorb
-from scheduler_svc.core.commit import commit
-from scheduler_svc.core.decide import decide
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry, Limits
-from scheduler_svc.core.pack import pack
 from scheduler_svc.core.policies import FIFO, Policy
 from scheduler_svc.core.request import NewRequest
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.state import InFlight, State
 from scheduler_svc.core.step_time import keys_read
 
@@ -68,12 +65,16 @@ class TimedRun:
     def __post_init__(self) -> None:
         group = GroupGeometry(FULL_ATTENTION, 1, 1)
         geometry = Geometry(16, self.num_blocks + 2, 1, (group,), self.max_model_len)
-        self.state = State(self.limits, geometry, self.policy)
+        self.scheduler = Scheduler(self.limits, geometry, self.policy)
         self._running: deque[tuple[Step, StepResult]] = deque()
+
+    @property
+    def state(self) -> State:
+        return self.scheduler.state
 
     def submit(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
         first = self.state.next_ticket + 1  # no two prompts begin alike
-        self.state.submit(
+        self.scheduler.submit(
             NewRequest(request_id, [first, *([1] * (num_prompt_tokens - 1))], max_tokens)
         )
         self.tokens_at[request_id] = []
@@ -85,11 +86,9 @@ class TimedRun:
             self.take_result()
 
     def plan(self) -> None:
-        while len(self.state.in_flight) < self.limits.max_plans_in_flight:
-            step = commit(self.state, decide(self.state))
-            if step is None:
-                return
-            counts, buffer = encode_plan(pack(self.state, step))
+        while (plan := self.scheduler.plan()) is not None:
+            step = self.state.in_flight[-1]
+            counts, buffer = encode_plan(plan)
             self.trace.append(np.array(counts, np.int32).tobytes() + buffer)
             began = max(self.now, self._running[-1][0].ended if self._running else 0.0)
             seconds = self.speed(step)
@@ -108,7 +107,7 @@ class TimedRun:
         step, result = self._running.popleft()
         self.now = step.ended
         self.steps.append(step)
-        for request in absorb(self.state, result).sampled:
+        for request in self.scheduler.absorb(result).sampled:
             self.tokens_at[request.request_id].append(self.now)
 
     def longest_gap(self, request_id: str, since: float = 0.0) -> float:
@@ -125,11 +124,6 @@ def _result(step: InFlight, seconds: float) -> StepResult:
         queue_microseconds=0,
         token_ids=np.zeros(samples, np.int32),
         is_finite=np.ones(rows, np.int32),
-        logprobs=np.zeros(samples, np.float32),
-        ranks=np.zeros(samples, np.int32),
-        top_start=np.zeros(samples + 1, np.int32),
-        top_ids=np.zeros(0, np.int32),
-        top_logprobs=np.zeros(0, np.float32),
     )
 
 

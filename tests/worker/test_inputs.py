@@ -9,8 +9,9 @@ import pytest
 
 from protos.plan import StepPlan
 from tests.support.plan_builder import plan_of
-from worker.batch.inputs import InvalidPlan, StepInputs, prepare_inputs
+from worker.batch.inputs import StepInputs, prepare_inputs
 from worker.batch.padding import row_shape
+from worker.batch.plan_values import InvalidPlan, PlanBounds, check_plan
 from worker.kv.geometry import FULL_ATTENTION, SLIDING_ATTENTION, CacheGroup
 
 FULL = CacheGroup(FULL_ATTENTION, (0,), 0, 1)
@@ -34,7 +35,8 @@ def prepare_plan(
 ) -> StepInputs:
     lengths = (len(plan.token_ids), len(plan.rows), len(plan.logits_indices))
     shape = row_shape(*lengths, longest_query=4, multiple=row_multiple)
-    return prepare_inputs(plan, groups, num_blocks, 4, shape, num_swap_blocks=[3] * len(groups))
+    check_plan(plan, PlanBounds(groups, 4, num_blocks, [3] * len(groups), 8, 300, 16, 16))
+    return prepare_inputs(plan, groups, 4, shape)
 
 
 def prepare(row_multiple: int = 1, **changes: object) -> StepInputs:
@@ -87,7 +89,9 @@ def test_tables_that_start_later():
     )
     inputs = prepare_plan(plan, [FULL, sliding], [10, 20], row_multiple=2)
     assert inputs.groups[1].slot_mapping[:5].tolist() == [65, 70, 71, 72, 73]
-    assert inputs.groups[1].blocks.tolist() == [15, 16, 17, 18, 0]
+    blocks, starts = inputs.groups[1].blocks, [group.table_start for group in inputs.groups]
+    assert blocks.tolist() == [9, 4, 6, 8, 5, 0, 15, 16, 17, 18, 0]
+    assert [start.tolist() for start in starts] == [[0, 3, 5, 6], [6, 8, 10, 11]]
     assert inputs.groups[1].slot_mapping[5] // 4 == sliding.padding_write_block
 
 
@@ -111,15 +115,15 @@ def test_sliding_tables_must_reach_back_as_far_as_the_window():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"blocks": [9, 4, 10, 8, 5]}, r"blocks must lie in 2\.\.9, but range over 4\.\.10"),
-        ({"blocks": [9, 4, 1, 8, 5]}, r"blocks must lie in 2\.\.9, but range over 1\.\.9"),
-        ({"blocks": [9, 4, -1, 8, 5]}, r"but range over -1\.\.9"),
+        ({"blocks": [9, 4, 10, 8, 5]}, r"blocks must lie in 2\.\.9, but contain \[10\]"),
+        ({"blocks": [9, 4, 1, 8, 5]}, r"blocks must lie in 2\.\.9, but contain \[1\]"),
+        ({"blocks": [9, 4, -1, 8, 5]}, r"but contain \[-1\]"),
         ({"seq_lens": [13, 6]}, r"row 7 covers positions 0\.\.11 .* computes 12\.\.12"),
-        ({"seq_lens": [10, 3]}, r"seq_lens \[10, 3\] are below"),
+        ({"seq_lens": [10, 3]}, r"lengths \[1, 4\] .* seq_lens \[10, 3\]"),
         ({"first_positions": [[4, 0]]}, r"row 7 covers positions 4\.\.15 .* reads from 0 on"),
         ({"first_positions": [[2, 0]]}, r"row 7 covers positions 2\.\.13 in pages of 4"),
         ({"query_start_loc": [0, 1, 4]}, r"query_start_loc is \[0, 1, 4\]"),
-        ({"query_start_loc": [0, 0, 5]}, r"query_start_loc is \[0, 0, 5\]"),
+        ({"query_start_loc": [0, 0, 5]}, r"queries have lengths \[0, 5\]"),
         ({"logits_indices": [5]}, r"logits_indices must lie in 0\.\.4"),
         ({"copy": [[0, 4, 10]]}, r"copy from block 4 to 10 leaves the blocks 2\.\.9"),
         ({"copy": [[0, 1, 4]]}, r"copy from block 1 to 4 leaves"),
@@ -132,6 +136,14 @@ def test_sliding_tables_must_reach_back_as_far_as_the_window():
         ({"table_start": [[-2, 3, 5]]}, r"table_start is \[-2, 3, 5\]"),
         ({"table_start": [[0, 6, 5]]}, r"table_start is \[0, 6, 5\]"),
         ({"sample_logits": [1]}, r"sample_logits must lie in 0\.\.0"),
+        ({"rows": [7, 8]}, r"rows must lie in 0\.\.7, but contain \[8\]"),
+        ({"token_ids": [-2, 11, 12, 13, 300]}, r"token_ids .* contain \[-2, 300\]"),
+        ({"blocks": [5] * 17}, "blocks has 17 entries; allowed: 16"),
+        ({"init_rows": [0] * 9}, "init_rows has 9 entries; allowed: 8"),
+        (
+            {"table_start": [[0, 3, 5], [4, 4, 5]], "first_positions": [[0, 0]] * 2},
+            "2 cache groups",
+        ),
     ],
     ids=str,
 )

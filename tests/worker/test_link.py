@@ -12,7 +12,7 @@ import zmq
 from zmq.auth import create_certificates, load_certificate
 
 from protos import link_pb2
-from protos.plan import StepResult
+from protos.plan import PLAN_DIMENSIONS, StepResult
 from protos.session import PROTOCOL
 from tests.support.fake_scheduler import FakeScheduler, make_plan
 from worker.process.curve import CurveKeys
@@ -63,11 +63,6 @@ def make_result(step_id: int, *token_ids: int) -> StepResult:
         queue_microseconds=6,
         token_ids=np.array(token_ids, np.int32),
         is_finite=np.ones(count, np.int32),
-        logprobs=np.zeros(count, np.float32),
-        ranks=np.zeros(count, np.int32),
-        top_start=np.zeros(count + 1, np.int32),
-        top_ids=np.zeros(0, np.int32),
-        top_logprobs=np.zeros(0, np.float32),
     )
 
 
@@ -163,7 +158,9 @@ def test_plan_that_does_not_fit_the_layout_is_refused(
     link, scheduler = make_link(), make_scheduler()
     scheduler.configure()
     session = link.accept()
-    scheduler.send(b"1234", step_plan=link_pb2.StepPlan(step_id=1, counts=[0] * 13))
+    scheduler.send(
+        b"12345678", step_plan=link_pb2.StepPlan(step_id=1, counts=[0] * len(PLAN_DIMENSIONS))
+    )
     with pytest.raises(PlanRefused, match="step 1: the buffer"):
         session.receive()
 

@@ -34,18 +34,12 @@ class FakeRunner:
             raise RuntimeError("thirteen")
         if 14 in plan.token_ids:
             raise DeviceFailed("fourteen")
-        count = len(plan.token_ids)
         result = StepResult(
             step_id=plan.step_id,
             device_microseconds=1,
             queue_microseconds=0,
             token_ids=plan.token_ids + np.int32(1),
             is_finite=np.zeros(0, np.int32),
-            logprobs=np.zeros(count, np.float32),
-            ranks=np.zeros(count, np.int32),
-            top_start=np.zeros(count + 1, np.int32),
-            top_ids=np.zeros(0, np.int32),
-            top_logprobs=np.zeros(0, np.float32),
         )
         return FakeStep(result)
 

@@ -45,7 +45,7 @@ def test_every_step_fits_its_shape(
     assert shape.is_static
     assert tokens <= shape.num_tokens <= shapes.most_tokens
     assert requests <= shape.num_requests <= shapes.most_requests
-    assert requests <= shape.num_logits <= shapes.most_logits
+    assert requests <= shape.num_logits <= shapes.most_tokens
     assert longest <= shape.longest_query
     if shape.num_tokens > tokens:
         assert shape.num_requests > requests, "padding tokens need a request"
@@ -81,7 +81,7 @@ def test_padding_tokens_are_shared_out(
         first_positions=[[0, 0]],
     )
     group = CacheGroup(FULL_ATTENTION, (0,), 0, 1)
-    inputs = prepare_inputs(plan, [group], [10], 4, shape)
+    inputs = prepare_inputs(plan, [group], 4, shape)
     assert inputs.seq_lens[2:].tolist() == lengths
     assert np.diff(inputs.query_start_loc)[2:].tolist() == lengths
     assert np.diff(inputs.groups[0].table_start)[2:].tolist() == pages

@@ -62,7 +62,7 @@ class Steps:
             blocks=[block], first_positions=[[0]], **moves,
         )  # fmt: skip
         shape = row_shape(1, 1, 0, 1, 1)
-        inputs = prepare_inputs(plan, [GROUP], [20], 4, shape, num_swap_blocks=[8])
+        inputs = prepare_inputs(plan, [GROUP], 4, shape)
         self.swap.waits.clear()
         self.compute.waits.clear()
         mark = self.pre_ops.run(plan, inputs, self.compute)

@@ -13,7 +13,7 @@ from scheduler_svc.core.request import NewRequest, Sampling
 from tests.support.loading import configure, load
 from tests.support.plan_builder import blocks_of, plan_of, with_samples
 from tests.support.tiny_models import llama
-from worker.batch.inputs import InvalidPlan
+from worker.batch.plan_values import InvalidPlan
 from worker.runner import Runner
 
 
@@ -83,8 +83,8 @@ def test_sampling_parameters_reach_the_sampler(served):
     seen = []
 
     def sample(logits, samples):
-        parameters = (samples.temperature, samples.top_k, samples.top_p, samples.min_p, samples.u)
-        seen.append((logits.dtype, logits.shape, [p.tolist() for p in parameters]))
+        arrays = {**samples.parameters, "u": samples.u}
+        seen.append((logits.dtype, logits.shape, {n: a.tolist() for n, a in arrays.items()}))
         return torch.tensor([5, 6])
 
     it.sample_with(sample)
@@ -107,10 +107,15 @@ def test_sampling_parameters_reach_the_sampler(served):
         )
     )
     assert result.token_ids.tolist() == [5, 6]
-    parameters = [[0.5, 1], [3, 0], [0.25, 1], [0, 0.125], [0.5, 0.75]]
+    parameters = {
+        "temperature": [0.5, 1],
+        "top_k": [3, 0],
+        "top_p": [0.25, 1],
+        "min_p": [0, 0.125],
+        "u": [0.5, 0.75],
+    }
     assert seen == [(torch.float32, (2, 211), parameters)]
     assert it.runner._last_token[[0, 31]].tolist() == [6, 5]
-    assert (len(result.logprobs), len(result.ranks), result.top_start.tolist()) == (2, 2, [0, 0, 0])
 
 
 def test_logits_are_copied_only_where_samples_need_another_order(served):
@@ -183,43 +188,22 @@ def test_siblings_are_sampled_from_one_row_of_logits(served):
     assert not torch.equal(from_device[0], from_device[1])
 
 
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"repetition_penalty": [1.2]}, "repetition_penalty"),
-        ({"frequency_penalty": [0.5]}, "frequency_penalty"),
-        ({"presence_penalty": [0.5]}, "presence_penalty"),
-        ({"num_logprobs": [0]}, "logprobs"),
-        (
-            {"bias_start": [0, 1], "bias_tokens": [3], "bias_values": [-math.inf]},
-            "logit_bias",
-        ),
-        ({"score_logits": [0], "score_targets": [4], "score_num_logprobs": [0]}, "scores"),
-        ({"init_rows": [0], "init_history": [3]}, "init_history"),
-        ({"awaits_mask": True}, "a grammar mask"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_features_that_come_later_are_refused_by_name(served, changes, name):
-    """Silently ignoring a penalty would give wrong answers that nobody notices."""
-    it = served(llama)
-    plan = plan_of(
-        step_id=8,
-        **{
-            "token_ids": [1],
-            "rows": [0],
-            "query_start_loc": [0, 1],
-            "seq_lens": [1],
-            "table_start": [[0, 1]],
-            "blocks": [2],
-            "logits_indices": [0],
-            "sample_logits": [0],
-            "sample_rows": [0],
-            **changes,
-        },
-    )
-    with pytest.raises(ValueError, match=f"step 8 asks for {name}"):
-        it.step(plan)
+def test_a_row_has_as_many_samples_as_the_plan_names(served):
+    """A chunk in mid-prompt has none; a row whose draft is verified has one for each position, each
+    from its own logits, and goes on from the last one."""
+    draft, chunk = [5, 6, 7, 8, 9], [1, 2, 3, 4, 5]
+    it = served(llama, max_batch_tokens=8, max_requests=4)
+    plan = it.first_plan(draft, chunk)
+    assert plan.seq_lens.tolist() == [5, 3]
+    drawn = torch.tensor([40, 41, 42, 43])
+    it.sample_with(lambda *_: drawn)
+    result = it.step(with_samples(plan, [1, 2, 3, 4], [0, 1, 2, 3], [plan.rows[0]] * 4))
+    assert result.token_ids.tolist() == drawn.tolist()
+    assert result.is_finite.tolist() == [1, 1]
+    assert it.runner._last_token[plan.rows[0]] == 43
+    best = it.logits[-1].argmax(dim=-1).tolist()
+    for count in (2, 3, 4, 5):  # of the draft's tokens, as a prompt of its own
+        assert served(llama).answers([draft[:count]], [1])[0].tokens == [best[count - 2]]
 
 
 def test_a_refused_plan_changes_nothing(served):

@@ -50,11 +50,11 @@ def choose(
     u: np.ndarray,
 ) -> torch.Tensor:
     """`sample`, one sample per row of logits."""
-    split = split_rows(temperature, top_k, top_p, min_p, logits.shape[1])
+    arrays = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     each = torch.arange(len(logits))
-    kinds = [torch.from_numpy(rows) for rows in split]
-    parameters = [torch.from_numpy(array) for array in (temperature, top_k, top_p, min_p, u)]
-    return sample(logits, SampleRows(each, each, *kinds, *parameters))
+    kinds = [torch.from_numpy(rows) for rows in split_rows(arrays, logits.shape[1])]
+    parameters = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return sample(logits, SampleRows(each, each, *kinds, torch.from_numpy(u), parameters))
 
 
 def kept_by_transformers(
@@ -275,7 +275,8 @@ def test_a_device_without_float64_leaves_sampling_to_the_cpu(monkeypatch):
     each, ones = torch.arange(3), torch.ones(3)
     kinds = [torch.tensor([0]), torch.tensor([1]), torch.tensor([2])]
     top_k = torch.tensor([0, 0, 5], dtype=torch.int32)
-    samples = SampleRows(each, each, *kinds, ones, top_k, ones, 0 * ones, 0.7 * ones)
+    parameters = {"temperature": ones, "top_k": top_k, "top_p": ones, "min_p": 0 * ones}
+    samples = SampleRows(each, each, *kinds, 0.7 * ones, parameters)
     right = sample(logits, samples)
     went = []
     monkeypatch.setattr(torch.Tensor, "to", lambda tokens, device: went.append(device) or tokens)

@@ -1,4 +1,4 @@
-"""Which shape a step is padded to. Pure arithmetic.
+"""Chooses the shape that a step is padded to. Pure arithmetic.
 
 A CUDA graph replays one shape, so steps are padded to few shapes: decode steps (every request one
 token) to sizes that lie close together, mixed steps to powers of two. Lengths of sequences need no
@@ -10,7 +10,7 @@ Owns: the sizes. Does not own: what padding contains (inputs.py), what is captur
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 MOST_DECODE_SIZES: Final = 40
@@ -37,8 +37,8 @@ class PaddedShape:
 def row_shape(
     num_tokens: int, num_requests: int, num_logits: int, longest_query: int, multiple: int
 ) -> PaddedShape:
-    """Tokens and logits at the next multiple: what an eager step needs, or nothing at all for
-    `multiple` 1. Each token added is a request of its own; where there are none, none are added."""
+    """Tokens and logits rounded up to `multiple`, for an eager step. Each added token is a request
+    of its own, and none is added to none."""
     padding = -num_tokens % multiple
     return PaddedShape(
         num_tokens + padding,
@@ -48,36 +48,21 @@ def row_shape(
     )
 
 
-@dataclass(frozen=True, slots=True)
 class PaddedShapes:
-    """The shapes of a worker; `multiple` is what deterministic mode needs of every shape."""
+    """A worker's static shapes, all of them multiples of `multiple`; `interval` is
+    q_padding_interval_size."""
 
-    max_batch_tokens: int
-    max_requests: int
-    interval: int  # q_padding_interval_size
-    multiple: int = 1
-    decode_sizes: tuple[int, ...] = field(init=False)
-    mixed_sizes: tuple[int, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        most_rows = min(self.max_requests, self.max_batch_tokens)
-        decode = _decode_sizes(most_rows, self.interval, self.multiple)
-        mixed = _powers_of_two(_SMALLEST_MIXED, self.max_batch_tokens, self.multiple)
-        object.__setattr__(self, "decode_sizes", decode)
-        object.__setattr__(self, "mixed_sizes", mixed)
-
-    @property
-    def most_requests(self) -> int:
-        """Requests of the largest shape, padding included."""
-        return max(self.decode_sizes[-1], self._mixed_requests(self.mixed_sizes[-1]))
-
-    @property
-    def most_tokens(self) -> int:
-        return max(self.decode_sizes[-1], self.mixed_sizes[-1])
-
-    @property
-    def most_logits(self) -> int:
-        return self.most_tokens
+    def __init__(
+        self, max_batch_tokens: int, max_requests: int, interval: int, multiple: int = 1
+    ) -> None:
+        self.max_batch_tokens, self.max_requests = max_batch_tokens, max_requests
+        self._multiple = multiple
+        self.decode_sizes = _decode_sizes(min(max_requests, max_batch_tokens), interval, multiple)
+        self.mixed_sizes = _powers_of_two(_SMALLEST_MIXED, max_batch_tokens, multiple)
+        decode, mixed = self.decode_sizes[-1], self.mixed_sizes[-1]
+        # of the largest shape, padding included; it has as many logits as tokens
+        self.most_tokens = max(decode, mixed)
+        self.most_requests = max(decode, self._mixed_requests(mixed))
 
     def decode(self, size: int) -> PaddedShape:
         return PaddedShape(size, size, size, 1, is_static=True)
@@ -85,7 +70,7 @@ class PaddedShapes:
     def shape_of(
         self, num_tokens: int, num_requests: int, num_logits: int, longest_query: int
     ) -> PaddedShape | None:
-        """The smallest shape that holds such a step; None where none does, or nothing is there."""
+        """The smallest static shape that holds such a step; None if it is empty or none does."""
         if num_tokens == 0:
             return None
         if longest_query == 1 and num_tokens <= self.decode_sizes[-1]:
@@ -93,8 +78,8 @@ class PaddedShapes:
         if num_tokens > self.mixed_sizes[-1] or num_requests > self.max_requests:
             return None
         tokens = _at_least(self.mixed_sizes, num_tokens)
-        logits = _at_least(_powers_of_two(_FEWEST_LOGITS, tokens, self.multiple), num_logits)
-        # what a chunk's length may be is unknown to a shape, so the bound is the whole step
+        logits = _at_least(_powers_of_two(_FEWEST_LOGITS, tokens, self._multiple), num_logits)
+        # a chunk may be as long as the step
         return PaddedShape(tokens, self._mixed_requests(tokens), logits, tokens, is_static=True)
 
     def _mixed_requests(self, tokens: int) -> int:
@@ -122,12 +107,10 @@ def _decode_sizes(most: int, interval: int, multiple: int) -> tuple[int, ...]:
 
 def _powers_of_two(first: int, most: int, multiple: int) -> tuple[int, ...]:
     """From `first` on, the last one cut to `most`; all rounded up to `multiple`."""
-    sizes = []
-    size = first
-    while size < most:
-        sizes.append(_round_up(size, multiple))
-        size *= 2
-    return (*sizes, _round_up(most, multiple))
+    sizes = [first]
+    while sizes[-1] < most:
+        sizes.append(2 * sizes[-1])
+    return tuple(_round_up(min(size, most), multiple) for size in sizes)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -1,40 +1,123 @@
-"""Refuses values of a plan that would address what does not exist, or ask for what does not yet.
+"""Refuses plans whose values contradict each other or leave the pool. numpy only.
 
-On a device such a value would be an assertion that ends the process, or a silent wrong read.
+On a device such a value would end the process, or silently read or corrupt another request's KV.
+Dtypes and shapes were checked before (protos/plan.py); what is derived later needs no check.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
-from protos.plan import UNKNOWN_TOKEN, StepPlan
-from worker.batch.inputs import InvalidPlan
+from protos.plan import UNKNOWN_TOKEN, Int32, StepPlan
+from worker.kv.geometry import CacheGroup
 
 
-def check_values(plan: StepPlan, num_rows: int, num_embeddings: int) -> None:
-    """Raises InvalidPlan for a row or a token id out of range."""
-    # samples may name rows that compute nothing yet: siblings that are forked off
-    bounds = dict.fromkeys(("rows", "init_rows", "sample_rows"), (0, num_rows - 1))
-    bounds["token_ids"] = (UNKNOWN_TOKEN, num_embeddings - 1)
-    for name, (first, last) in bounds.items():
+class InvalidPlan(ValueError):
+    """A plan that cannot be executed; nothing of it has been."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanBounds:
+    """What a worker can execute."""
+
+    groups: Sequence[CacheGroup]
+    page_size: int
+    num_blocks: Sequence[int]  # of each group in the pool; likewise in the swap pool
+    num_swap_blocks: Sequence[int]
+    num_rows: int
+    num_embeddings: int  # token ids
+    max_tokens: int  # of a step, and logits
+    max_blocks: int  # block table entries of a step, all groups together
+
+
+def check_plan(plan: StepPlan, bounds: PlanBounds) -> None:
+    """Raises InvalidPlan."""
+    num_rows, max_tokens = bounds.num_rows, bounds.max_tokens
+    for name, limit, first, last in (
+        ("token_ids", max_tokens, UNKNOWN_TOKEN, bounds.num_embeddings - 1),
+        ("logits_indices", max_tokens, 0, len(plan.token_ids) - 1),
+        ("rows", num_rows, 0, num_rows - 1),
+        ("init_rows", num_rows, 0, num_rows - 1),
+        ("sample_rows", num_rows, 0, num_rows - 1),  # or siblings, which compute nothing yet
+        ("sample_logits", num_rows, 0, len(plan.logits_indices) - 1),
+    ):
         values = getattr(plan, name)
-        if len(values) and not (values.min() >= first and values.max() <= last):
-            odd = values[(values < first) | (values > last)]
-            raise InvalidPlan(f"{name} must lie in {first}..{last}, but hold {odd.tolist()}")
+        if len(values) > limit:
+            raise InvalidPlan(f"{name} has {len(values)} entries; allowed: {limit}")
+        _check_range(name, values, first, last)
+    _check_offsets("query_start_loc", plan.query_start_loc, 0, len(plan.token_ids), "tokens")
+    query_lens = np.diff(plan.query_start_loc)
+    if np.any(query_lens < 1) or np.any(plan.seq_lens < query_lens):
+        raise InvalidPlan(
+            f"queries have lengths {query_lens.tolist()} and end at seq_lens "
+            f"{plan.seq_lens.tolist()}; lengths must lie between 1 and seq_lens"
+        )
+    _check_moves(plan, bounds)
+    if len(plan.blocks) > bounds.max_blocks:
+        raise InvalidPlan(f"blocks has {len(plan.blocks)} entries; allowed: {bounds.max_blocks}")
+    num_groups, expected = len(plan.table_start), len(bounds.groups)
+    if num_groups != expected:
+        raise InvalidPlan(
+            f"the plan has tables of {num_groups} cache groups; the model has {expected}"
+        )
+    ends = [0, *plan.table_start[:-1, -1].tolist(), len(plan.blocks)]
+    for index, start in enumerate(plan.table_start):
+        name = f"cache group {index}: table_start"
+        _check_offsets(name, start, ends[index], ends[index + 1], "block table entries")
+        _check_tables(plan, index, bounds)
 
 
-def refuse_later_features(plan: StepPlan) -> None:
-    """Raises ValueError for what a later version of the worker will compute."""
-    later = {
-        "init_history (penalties)": len(plan.init_history),
-        "repetition_penalty": np.count_nonzero(plan.repetition_penalty != 1),
-        "frequency_penalty": np.count_nonzero(plan.frequency_penalty),
-        "presence_penalty": np.count_nonzero(plan.presence_penalty),
-        "logprobs": np.count_nonzero(plan.num_logprobs >= 0),
-        "logit_bias": len(plan.bias_tokens),
-        "scores (prompt_logprobs)": len(plan.score_logits),
-        "a grammar mask": int(plan.awaits_mask),
-    }
-    for name, count in later.items():
-        if count:
-            raise ValueError(f"step {plan.step_id} asks for {name}, which this worker lacks so far")
+def _check_range(name: str, values: Int32, first: int, last: int) -> None:
+    if len(values) and not (values.min() >= first and values.max() <= last):
+        odd = values[(values < first) | (values > last)]
+        raise InvalidPlan(f"{name} must lie in {first}..{last}, but contain {odd.tolist()}")
+
+
+def _check_offsets(name: str, offsets: Int32, first: int, last: int, what: str) -> None:
+    if offsets[0] != first or offsets[-1] != last or np.any(np.diff(offsets) < 0):
+        raise InvalidPlan(
+            f"{name} is {offsets.tolist()}; it must rise from {first} to the {last} {what}"
+        )
+
+
+def _check_moves(plan: StepPlan, bounds: PlanBounds) -> None:
+    """Swap and copy pairs: existing groups, and blocks of the right pool on each side."""
+    own = [range(g.first_block, n) for g, n in zip(bounds.groups, bounds.num_blocks, strict=True)]
+    swap = [range(count) for count in bounds.num_swap_blocks]
+    for name, sides in (("swap_out", (own, swap)), ("swap_in", (swap, own)), ("copy", (own, own))):
+        for index, *pair in getattr(plan, name).tolist():
+            if not 0 <= index < len(own):
+                raise InvalidPlan(f"{name} names cache group {index} of {len(own)}")
+            for block, side in zip(pair, sides, strict=True):
+                if block not in side[index]:
+                    pool = "swap blocks" if side is swap else "blocks"
+                    raise InvalidPlan(
+                        f"cache group {index}: {name} from block {pair[0]} to {pair[1]} leaves the "
+                        f"{pool} {side[index].start}..{side[index].stop - 1}"
+                    )
+
+
+def _check_tables(plan: StepPlan, index: int, bounds: PlanBounds) -> None:
+    """A group's tables: blocks of the pool, and every position that the step reads or writes."""
+    group, page_size, start = bounds.groups[index], bounds.page_size, plan.table_start[index]
+    blocks, last = plan.blocks[start[0] : start[-1]], bounds.num_blocks[index] - 1
+    _check_range(f"cache group {index}: blocks", blocks, group.first_block, last)
+    first_positions = plan.first_positions[index]
+    covered = first_positions + np.diff(start) * page_size
+    query_starts = plan.seq_lens - np.diff(plan.query_start_loc)
+    oldest = 0 * query_starts  # position that the step's first token still reads
+    if group.sliding_window:
+        oldest = np.maximum(query_starts - group.sliding_window + 1, 0)
+    bad = (covered < plan.seq_lens) | (first_positions < 0) | (first_positions > oldest)
+    bad |= first_positions % page_size != 0
+    if np.any(bad):
+        place = int(np.argmax(bad))
+        raise InvalidPlan(
+            f"cache group {index}: the table of row {plan.rows[place]} covers positions "
+            f"{first_positions[place]}..{covered[place] - 1} in pages of {page_size}, but the step "
+            f"computes {query_starts[place]}..{plan.seq_lens[place] - 1} and reads from "
+            f"{oldest[place]} on"
+        )

@@ -1,26 +1,28 @@
-"""A step's inputs and outputs at fixed addresses: one buffer of bytes each way.
+"""A step's inputs at fixed addresses, in one buffer of bytes.
 
-All arrays of a step lie in one buffer, so that one copy brings them to the device. Each has a
-fixed place, sized for the largest step; block tables come last, so that a copy ends with what is
-used of them. On the CPU the host's buffer is the device's.
+One copy brings all arrays of a step to the device. Each has a fixed place, sized for the largest
+step; block tables come last, and only what is used of them is copied. On the CPU the host's buffer
+is the device's.
 
-Owns: the layout, the buffers, writing a step into them. Does not own: when a buffer may be
-written again (runner.py).
+Owns: the layout, the buffer, writing a step into it. Does not own: when a buffer may be written
+again (runner.py), outputs (output_buffer.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, Final
+import math
+from dataclasses import asdict, dataclass
+from typing import Annotated, Final, get_type_hints
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from protos.plan import StepPlan
+from protos.sampling import SAMPLER_FIELDS
 from worker.attention.interface import GroupTables
-from worker.batch.inputs import InvalidPlan, StepInputs
+from worker.batch.inputs import StepInputs
 from worker.batch.padding import PaddedShape
+from worker.step.output_buffer import host_zeros
 from worker.step.sampler import SampleRows, split_rows
 
 _ALIGNMENT: Final = 64  # bytes; more than any dtype needs, and what vector loads like
@@ -40,65 +42,72 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceInputs:
-    """What the forward reads, on the device, cut to a shape of T tokens, R requests, L logits."""
+    """What the forward reads, on the device, cut to a padded shape: dtypes and lengths."""
 
-    token_ids: torch.Tensor  # int64 [T] UNKNOWN_TOKEN = the last sampled token of token_rows
-    token_rows: torch.Tensor  # int64 [T]
-    positions: torch.Tensor  # int64 [T]
-    logits_indices: torch.Tensor  # int64 [L]
-    query_start_loc: torch.Tensor  # int32 [R+1]
-    seq_lens: torch.Tensor  # int32 [R]
+    token_ids: Annotated[torch.Tensor, "int64 tokens"]  # UNKNOWN_TOKEN: last sample of token_rows
+    token_rows: Annotated[torch.Tensor, "int64 tokens"]
+    positions: Annotated[torch.Tensor, "int64 tokens"]
+    logits_indices: Annotated[torch.Tensor, "int64 logits"]
+    query_start_loc: Annotated[torch.Tensor, "int32 requests+1"]
+    seq_lens: Annotated[torch.Tensor, "int32 requests"]
     groups: tuple[GroupTables, ...]
 
 
+# name → dtype and lengths, as attributes of Capacity
+_HINTS: Final = get_type_hints(DeviceInputs, include_extras=True)
+_FORWARD: Final = {n: hint.__metadata__[0] for n, hint in _HINTS.items() if n != "groups"}
+_TABLES: Final = {
+    "table_start": "int32 groups requests+1",
+    "first_positions": "int32 groups requests",
+    "slot_mapping": "int64 groups tokens",
+}
+_INDICES: Final = dict.fromkeys(("init_rows", "sample_logits", "sample_rows"), "int64 samples")
+_SAMPLES: Final = _INDICES | {"u": "float32 samples"}
+_PARAMETERS: Final = {name: f"{entry.dtype} samples" for name, entry in SAMPLER_FIELDS.items()}
+_DERIVED: Final = {"sample_order": "int64 samples", "blocks": "int32 blocks"}
+_LAYOUT: Final[dict[str, str]] = _FORWARD | _TABLES | _SAMPLES | _PARAMETERS | _DERIVED
+
+
 class InputBuffer:
-    """One set of inputs. `host` is what is written, `device` what the device reads."""
+    """One set of inputs: `host` is written, `device` is what the device reads."""
 
     def __init__(self, capacity: Capacity, device: torch.device) -> None:
-        self.capacity = capacity
-        self._places: dict[str, tuple[int, np.dtype[Any], tuple[int, ...]]] = {}
-        offset = 0
-        for name, dtype, shape in _layout(capacity):
-            self._places[name] = (offset, np.dtype(dtype), shape)
-            size = np.dtype(dtype).itemsize * int(np.prod(shape))
-            offset += -(-size // _ALIGNMENT) * _ALIGNMENT
-        if device.type == "cuda":
-            self.host = torch.zeros(offset, dtype=torch.uint8, pin_memory=True)
-        else:
-            # numpy's zeros are given by the system page by page, on first use
-            self.host = torch.from_numpy(np.zeros(offset, np.uint8))
+        sizes = asdict(capacity) | {"requests+1": capacity.requests + 1}
+        places: dict[str, tuple[int, torch.dtype, list[int]]] = {}  # name → offset, dtype, shape
+        num_bytes = 0
+        for name, entry in _LAYOUT.items():
+            kind, *lengths = entry.split()
+            dtype, shape = getattr(torch, kind), [sizes[length] for length in lengths]
+            places[name] = (num_bytes, dtype, shape)
+            num_bytes += -(-dtype.itemsize * math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
+        self.host = host_zeros(num_bytes, device)
         is_shared = device.type == "cpu"
         self.device = self.host if is_shared else torch.zeros_like(self.host, device=device)
-        self.num_used = 0  # bytes, of the step that was written last
-        self._arrays = {
-            name: _view(self.host, *place).numpy() for name, place in self._places.items()
-        }
-        self._tensors = {name: _view(self.device, *place) for name, place in self._places.items()}
+        self.num_used = 0  # bytes of the step written last
+        self._num_groups = capacity.groups
+        self._blocks_offset = places["blocks"][0]
+        self._arrays = {name: _view(self.host, *place).numpy() for name, place in places.items()}
+        self._tensors = {name: _view(self.device, *place) for name, place in places.items()}
 
     def write(self, plan: StepPlan, inputs: StepInputs, vocab_size: int) -> None:
-        """Put a step into the host's buffer. Raises InvalidPlan for one that is too large."""
-        self._check(plan, inputs)
-        for name in ("token_ids", "token_rows", "positions", "logits_indices"):
-            self._put(name, getattr(inputs, name))
-        self._put("query_start_loc", inputs.query_start_loc)
-        self._put("seq_lens", inputs.seq_lens)
-        offset = 0
-        for index, group in enumerate(inputs.groups):
-            self._put(("table_start", index), group.table_start + np.int32(offset))
-            self._put(("first_positions", index), group.first_positions)
-            self._put(("slot_mapping", index), group.slot_mapping)
-            self._arrays["blocks"][offset : offset + len(group.blocks)] = group.blocks
-            offset += len(group.blocks)
-        for name in ("init_rows", "sample_logits", "sample_rows", *_PARAMETERS):
-            self._put(name, getattr(plan, name))
-        split = split_rows(plan.temperature, plan.top_k, plan.top_p, plan.min_p, vocab_size)
-        self._put("sample_order", np.concatenate(split))
-        self._num_each = [len(rows) for rows in split]
+        """Writes a step that fits the capacity into the host's buffer."""
+        kinds = split_rows(plan.sampling, vocab_size)
+        self._num_each = [len(rows) for rows in kinds]
         self._num_init_rows = len(plan.init_rows)
-        self.num_used = self._places["blocks"][0] + 4 * offset
+        blocks = inputs.groups[0].blocks  # of all groups
+        self.num_used = self._blocks_offset + blocks.nbytes
+        values = {name: getattr(inputs, name) for name in _FORWARD}
+        values |= {name: getattr(plan, name) for name in _SAMPLES}
+        values |= {**plan.sampling, "sample_order": np.concatenate(kinds), "blocks": blocks}
+        for name, array in values.items():
+            self._arrays[name][: len(array)] = array
+        for name in _TABLES:
+            for index, group in enumerate(inputs.groups):
+                array = getattr(group, name)
+                self._arrays[name][index, : len(array)] = array
 
     def copy_from(self, other: torch.Tensor, num_bytes: int) -> None:
-        """Fill the device's side with the first bytes of a buffer of the same layout."""
+        """Fills the device's side with the first bytes of a buffer of the same layout."""
         self.device[:num_bytes].copy_(other[:num_bytes], non_blocking=True)
 
     def to_device(self) -> None:
@@ -108,25 +117,19 @@ class InputBuffer:
 
     def read(self, shape: PaddedShape) -> DeviceInputs:
         """The device's side as the forward wants it. Fixed addresses, whatever is written."""
-        tensors = self._tensors
-        tokens, requests = shape.num_tokens, shape.num_requests
-        return DeviceInputs(
-            token_ids=tensors["token_ids"][:tokens],
-            token_rows=tensors["token_rows"][:tokens],
-            positions=tensors["positions"][:tokens],
-            logits_indices=tensors["logits_indices"][: shape.num_logits],
-            query_start_loc=tensors["query_start_loc"][: requests + 1],
-            seq_lens=tensors["seq_lens"][:requests],
-            groups=tuple(
-                GroupTables(
-                    table_start=tensors["table_start"][group, : requests + 1],
-                    blocks=tensors["blocks"],
-                    first_positions=tensors["first_positions"][group, :requests],
-                    slot_mapping=tensors["slot_mapping"][group, :tokens],
-                )
-                for group in range(self.capacity.groups)
-            ),
+        requests = shape.num_requests
+        lengths = {"tokens": shape.num_tokens, "logits": shape.num_logits}
+        lengths |= {"requests": requests, "requests+1": requests + 1}
+        step = {
+            name: self._tensors[name][..., : lengths[entry.split()[-1]]]
+            for name, entry in (_FORWARD | _TABLES).items()
+        }
+        blocks = self._tensors["blocks"]
+        groups = tuple(
+            GroupTables(blocks=blocks, **{name: step[name][group] for name in _TABLES})
+            for group in range(self._num_groups)
         )
+        return DeviceInputs(groups=groups, **{name: step[name] for name in _FORWARD})
 
     def init_rows(self) -> torch.Tensor:
         """Rows that the written step gives to new tenants, on the device: int64 [I]."""
@@ -142,100 +145,11 @@ class InputBuffer:
             greedy=greedy,
             plain=plain,
             truncated=truncated,
-            **{name: self._tensors[name][:count] for name in _PARAMETERS},
+            u=self._tensors["u"][:count],
+            parameters={name: self._tensors[name][:count] for name in _PARAMETERS},
         )
 
-    def _put(self, place: str | tuple[str, int], values: npt.NDArray[Any]) -> None:
-        name, index = place if isinstance(place, tuple) else (place, None)
-        array = self._arrays[name] if index is None else self._arrays[name][index]
-        array[: len(values)] = values
 
-    def _check(self, plan: StepPlan, inputs: StepInputs) -> None:
-        needed = Capacity(
-            tokens=len(inputs.token_ids),
-            requests=len(inputs.seq_lens),
-            logits=len(inputs.logits_indices),
-            samples=max(len(plan.sample_rows), len(plan.init_rows)),
-            blocks=sum(len(group.blocks) for group in inputs.groups),
-            groups=len(inputs.groups),
-        )
-        for field in fields(Capacity):
-            wanted, limit = getattr(needed, field.name), getattr(self.capacity, field.name)
-            if wanted > limit:
-                raise InvalidPlan(
-                    f"the plan has {wanted} {field.name}, padding included; this worker was "
-                    f"configured for at most {limit}"
-                )
-
-
-class OutputBuffer:
-    """One set of outputs: sampled tokens [S], finite tokens [T], finite logits rows [L]."""
-
-    def __init__(self, capacity: Capacity, device: torch.device) -> None:
-        size = capacity.samples + capacity.tokens + capacity.logits
-        is_cuda = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda)
-        self._device = (
-            self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
-        )
-        self._is_cuda = is_cuda
-        self._lengths: list[int] = [0, 0, 0]
-
-    def clear(self) -> None:
-        self._lengths = [0, 0, 0]
-
-    def write(self, tokens: torch.Tensor, finite: torch.Tensor, logits: torch.Tensor) -> None:
-        """Keep a step's results on the device, one behind the other."""
-        parts = (tokens, finite, logits)
-        self._lengths = [len(part) for part in parts]
-        count = sum(self._lengths)
-        for part, place in zip(parts, self._device[:count].split(self._lengths), strict=True):
-            place.copy_(part)
-
-    def to_host(self) -> None:
-        if self._device is not self._host:
-            count = sum(self._lengths)
-            self._host[:count].copy_(self._device[:count], non_blocking=self._is_cuda)
-
-    def read(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Copies of the three, from the host's side."""
-        count = sum(self._lengths)
-        array = self._host[:count].numpy().copy()
-        tokens, finite, logits = np.split(array, np.cumsum(self._lengths)[:-1])
-        return tokens, finite.astype(np.bool_), logits.astype(np.bool_)
-
-
-_PARAMETERS: Final = ("temperature", "top_k", "top_p", "min_p", "u")
-
-
-def _layout(capacity: Capacity) -> list[tuple[str, type[np.generic], tuple[int, ...]]]:
-    tokens, requests, samples = capacity.tokens, capacity.requests, capacity.samples
-    return [
-        ("token_ids", np.int64, (tokens,)),
-        ("token_rows", np.int64, (tokens,)),
-        ("positions", np.int64, (tokens,)),
-        ("slot_mapping", np.int64, (capacity.groups, tokens)),
-        ("logits_indices", np.int64, (capacity.logits,)),
-        ("query_start_loc", np.int32, (requests + 1,)),
-        ("seq_lens", np.int32, (requests,)),
-        ("table_start", np.int32, (capacity.groups, requests + 1)),
-        ("first_positions", np.int32, (capacity.groups, requests)),
-        ("init_rows", np.int64, (samples,)),
-        ("sample_logits", np.int64, (samples,)),
-        ("sample_rows", np.int64, (samples,)),
-        ("sample_order", np.int64, (samples,)),
-        ("temperature", np.float32, (samples,)),
-        ("top_k", np.int32, (samples,)),
-        ("top_p", np.float32, (samples,)),
-        ("min_p", np.float32, (samples,)),
-        ("u", np.float32, (samples,)),
-        ("blocks", np.int32, (capacity.blocks,)),
-    ]
-
-
-def _view(
-    memory: torch.Tensor, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]
-) -> torch.Tensor:
-    size = dtype.itemsize * int(np.prod(shape))
-    torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
-    return memory[offset : offset + size].view(torch_dtype).view(shape)
+def _view(memory: torch.Tensor, start: int, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    end = start + dtype.itemsize * math.prod(shape)
+    return memory[start:end].view(dtype).view(shape)

@@ -92,7 +92,7 @@ class PreOps:
     def _used(self, plan: StepPlan, inputs: StepInputs) -> _Chunks:
         """What the step reads or writes."""
         named = [
-            group.blocks // per_chunk
+            group.blocks[group.table_start[0] : group.table_start[-1]] // per_chunk
             for group, per_chunk in zip(inputs.groups, self._blocks_per_chunk.tolist(), strict=True)
         ]
         return np.concatenate([*named, self._chunks(plan.copy, 1), self._chunks(plan.copy, 2)])

@@ -15,6 +15,7 @@ tried with its 256 largest logits, then with 4,096, and sorted whole only if tha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Final
 
@@ -23,8 +24,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-NumpyFloat = npt.NDArray[np.float32]
-NumpyInt = npt.NDArray[np.int32]
+from protos.plan import Arrays
+
 NumpyIndices = npt.NDArray[np.int64]
 
 CANDIDATES: Final = (256, 4096)  # tried in this order, on the CPU
@@ -46,23 +47,17 @@ class SampleRows:
     greedy: Tensor  # int64 [.] these three share out 0..S-1
     plain: Tensor  # sampled from all tokens
     truncated: Tensor  # sampled from what top_k, top_p or min_p keep
-    temperature: Tensor  # float32 [S] 0 = greedy (the lowest id among equals)
-    top_k: Tensor  # int32 [S] 0 = off
-    top_p: Tensor  # float32 [S] 1 = off
-    min_p: Tensor  # float32 [S] 0 = off
     u: Tensor  # float32 [S] in [0, 1)
+    parameters: Mapping[str, Tensor]  # [S] for each of protos.sampling.SAMPLER_FIELDS
 
 
 def split_rows(
-    temperature: NumpyFloat,
-    top_k: NumpyInt,
-    top_p: NumpyFloat,
-    min_p: NumpyFloat,
-    vocab_size: int,
+    parameters: Arrays, vocab_size: int
 ) -> tuple[NumpyIndices, NumpyIndices, NumpyIndices]:
-    """Which samples are greedy, plain and truncated; the arguments are arrays [S]."""
-    greedy = temperature <= 0
-    truncated = ~greedy & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (min_p > 0))
+    """Which samples are greedy, plain and truncated; `parameters` as in SampleRows."""
+    greedy, top_k = parameters["temperature"] <= 0, parameters["top_k"]
+    truncated = ((top_k > 0) & (top_k < vocab_size)) | (parameters["top_p"] < 1)
+    truncated = ~greedy & (truncated | (parameters["min_p"] > 0))
     return np.flatnonzero(greedy), np.flatnonzero(~greedy & ~truncated), np.flatnonzero(truncated)
 
 
@@ -74,19 +69,22 @@ def sample(logits: Tensor, samples: SampleRows) -> Tensor:
     if len(samples.greedy) == len(logits):
         return argmax(logits)
     if logits.device.type in _WITHOUT_FLOAT64:
-        there = {field.name: getattr(samples, field.name).cpu() for field in fields(samples)}
-        return sample(logits.cpu(), SampleRows(**there)).to(logits.device)
+        there = {field.name: getattr(samples, field.name) for field in fields(samples)}
+        parameters = {name: tensor.cpu() for name, tensor in there.pop("parameters").items()}
+        there = {name: tensor.cpu() for name, tensor in there.items()}
+        return sample(logits.cpu(), SampleRows(**there, parameters=parameters)).to(logits.device)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(samples.greedy):
         tokens[samples.greedy] = argmax(logits[samples.greedy])
     if len(samples.plain):
-        probs = _scaled(logits, samples.plain, samples.temperature).softmax(dim=-1)
+        probs = _scaled(logits, samples.plain, samples.parameters["temperature"]).softmax(dim=-1)
         tokens[samples.plain] = _draw_from_all(probs, _column(samples.u, samples.plain))
     if len(samples.truncated):
         rows = samples.truncated
-        scaled = _scaled(logits, rows, samples.temperature)
-        settings = (samples.top_k, samples.top_p, samples.min_p, samples.u)
-        tokens[rows] = _draw_from_kept(scaled, *(_column(tensor, rows) for tensor in settings))
+        scaled = _scaled(logits, rows, samples.parameters["temperature"])
+        filters = (samples.parameters[name] for name in ("top_k", "top_p", "min_p"))
+        settings = (_column(tensor, rows) for tensor in (*filters, samples.u))
+        tokens[rows] = _draw_from_kept(scaled, *settings)
     return tokens
 
 

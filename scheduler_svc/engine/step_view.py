@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler_svc.core.state import InFlight, State
-from scheduler_svc.core.views import token_places
+from scheduler_svc.engine.views import token_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def view_step(state: State, step: InFlight) -> StepView:
     prompt_ends = np.array([request.num_prompt_tokens for request in requests], np.int32)
     # by position, not by state: under run-ahead the state is one step late
     decodes = (step.num_new_tokens == 1) & (step.ends > prompt_ends) & ~is_finished
-    order = state.rows.order()
+    order = state.rows.in_use()
     stored, could_hold = token_places(state)
     num_decoding, num_finished = int(decodes.sum()), int(is_finished.sum())
     return StepView(
@@ -47,8 +47,8 @@ def view_step(state: State, step: InFlight) -> StepView:
         num_finished=num_finished,
         num_running=len(order) - int(state.rows.is_finished[order].sum()),
         num_pending=len(state.pending),
-        chunks_free=state.pool.num_free,
-        chunks_total=state.pool.num_usable,
+        chunks_free=state.memory.device.chunks.num_free,
+        chunks_total=state.memory.device.chunks.num_usable,
         utilisation=stored / could_hold if could_hold else 0.0,
         preemptions=state.counters.offloads + state.counters.soft_resets,
     )

@@ -1,12 +1,10 @@
-"""Blocks of one cache group, cut from the pool's chunks, shared by reference count.
+"""Which blocks of one cache group are free, and what they still hold.
 
-An allocator knows how many owners each block has, which free blocks still hold named content
-(block_names.py makes the names) and which chunks it holds; which request owns which block stands
-in the requests' block tables (rows.py). A chunk belongs to the group while one of its blocks is
-owned, and is the pool's otherwise, with or without cached content.
+A chunk belongs to the group while one of its blocks is owned, and is the pool's otherwise, with or
+without cached content. How many owners a block has is counted first (counts.py); here free blocks
+get their numbers, and full blocks their names (block_names.py).
 
-Capacity is a number that the caller reads before it takes (room.py); taking more is a broken
-invariant, and so is giving back what is free.
+Drawing more than has been counted is a broken invariant.
 """
 
 from __future__ import annotations
@@ -14,7 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from protos.plan import Int32
-from scheduler_svc.core.cache_pool import CachePool
+from scheduler_svc.core.memory.cache_pool import CachePool
+from scheduler_svc.core.memory.counts import Counts
 
 Name = bytes  # of a full block's content: see block_names.py
 
@@ -24,12 +23,12 @@ class FullAttentionAllocator:
 
     sliding_window = 0  # none
 
-    def __init__(self, pool: CachePool, page_size: int, blocks_per_chunk: int) -> None:
+    def __init__(self, pool: CachePool, counts: Counts, group: int, page_size: int) -> None:
         self.pool = pool
         self.page_size = page_size
-        self.blocks_per_chunk = blocks_per_chunk
-        self.owners = np.zeros(pool.num_chunks * blocks_per_chunk, np.int32)  # [block]
-        self.used = np.zeros(pool.num_chunks, np.int32)  # [chunk] its blocks that are owned
+        self.blocks_per_chunk = counts.blocks_per_chunk[group]
+        self.owners = counts.owners[group]  # [block]
+        self.used = counts.used[group]  # [chunk] its blocks that are owned
         self.free: dict[int, None] = {}  # blocks of our chunks without owner or content
         self.cached: dict[int, None] = {}  # those with content, least recently used first
         self.name_of: dict[int, Name] = {}  # block → name, whether owned or free
@@ -65,41 +64,32 @@ class FullAttentionAllocator:
         """The same for many positions. [n] → [n]"""
         return np.zeros_like(positions)
 
-    def chunks_for(self, num_blocks: int, num_free: int) -> int:
-        """Chunks to take from the pool for `num_blocks` more when `num_free` are at hand."""
-        return max(0, -(-(num_blocks - num_free) // self.blocks_per_chunk))
+    def draw(self, count: int) -> Int32:
+        """Picks `count` free blocks: owned once each from now on, and without a name. [count]"""
+        blocks = [self._draw_one() for _ in range(count)]
+        drawn = np.array(blocks, np.int32)
+        self.owners[drawn] = 1
+        return drawn
 
-    def take(self, count: int) -> Int32:
-        """`count` blocks, now owned once each and without a name. [count]"""
-        blocks = [self._take_one() for _ in range(count)]
-        taken = np.array(blocks, np.int32)
-        self.owners[taken] = 1
-        return taken
-
-    def share(self, blocks: Int32) -> None:
-        """One more owner for each of these different blocks; free ones with content revive."""
-        for block in blocks[self.owners[blocks] == 0].tolist():
+    def revive(self, blocks: Int32) -> None:
+        """These free blocks with content have an owner again."""
+        for block in blocks.tolist():
             assert block in self.name_of, f"block {block} is free and has no content to share"
-            chunk = block // self.blocks_per_chunk
-            if self.used[chunk] == 0:
+            if block not in self.cached:
+                chunk = block // self.blocks_per_chunk
                 self.pool.revive(chunk)
                 self._hold(chunk)
             del self.cached[block]
-            self.used[chunk] += 1
-        self.owners[blocks] += 1
 
-    def give(self, blocks: Int32) -> None:
-        """Takes one owner from each of these different blocks. What nobody owns is free, but keeps
-        its content."""
-        left = self.owners[blocks] - 1
-        assert (left >= 0).all(), f"of the blocks {blocks} some were given back twice"
-        self.owners[blocks] = left
-        for block in blocks[left == 0].tolist():
+    def put_back(self, blocks: Int32) -> None:
+        """These blocks have no owner any more; they keep their content."""
+        chunks = blocks // self.blocks_per_chunk
+        is_left = self.used[chunks] == 0
+        for block in blocks[~is_left].tolist():
             (self.cached if block in self.name_of else self.free)[block] = None
-            chunk = block // self.blocks_per_chunk
-            self.used[chunk] -= 1
-            if self.used[chunk] == 0:
-                self._release(chunk)
+        left = chunks[is_left].tolist()
+        for chunk in reversed(dict.fromkeys(reversed(left))):  # by their last blocks
+            self._release(chunk)
 
     def publish(self, block: int, name: Name) -> None:
         """Names an owned block's content, so that others can share it; the first one wins."""
@@ -108,7 +98,7 @@ class FullAttentionAllocator:
             self.name_of[block] = name
 
     def forget(self, block: int) -> None:
-        """Takes a block's name away; if it is free, it has no content any more."""
+        """Removes a block's name; if it is free, it has no content any more."""
         name = self.name_of.pop(block, None)
         if name is not None:
             del self.block_of[name]
@@ -120,14 +110,13 @@ class FullAttentionAllocator:
     def flush(self) -> None:
         """Forgets the content of everything that nobody owns, and the names of the rest."""
         for block in list(self.name_of):
-            chunk = block // self.blocks_per_chunk
-            if self.used[chunk]:
+            if self.used[block // self.blocks_per_chunk]:
                 self.forget(block)
 
     def held_chunks(self) -> list[int]:
         return [int(chunk) for chunk in np.flatnonzero(self.used)]
 
-    def _take_one(self) -> int:
+    def _draw_one(self) -> int:
         if not self.free and self.cached and self.pool.clean and self.pool.num_spare > 0:
             self.pool.num_spare -= 1
             self._hold(self.pool.take())
@@ -149,14 +138,11 @@ class FullAttentionAllocator:
             (self.cached if block in self.name_of else self.free)[block] = None
 
     def _release(self, chunk: int) -> None:
-        first = chunk * self.blocks_per_chunk
-        has_content = False
-        for block in range(first, first + self.blocks_per_chunk):
-            if block in self.free:
-                del self.free[block]
-            else:
-                del self.cached[block]
-                has_content = True
+        blocks = range(chunk * self.blocks_per_chunk, (chunk + 1) * self.blocks_per_chunk)
+        for block in blocks:
+            self.free.pop(block, None)
+            self.cached.pop(block, None)
+        has_content = any(block in self.name_of for block in blocks)
         self.pool.give(chunk, self._forget_chunk if has_content else None)
 
     def _forget_chunk(self, chunk: int) -> None:
@@ -172,9 +158,9 @@ class SlidingAttentionAllocator(FullAttentionAllocator):
     """
 
     def __init__(
-        self, pool: CachePool, page_size: int, blocks_per_chunk: int, sliding_window: int
+        self, pool: CachePool, counts: Counts, group: int, page_size: int, sliding_window: int
     ) -> None:
-        super().__init__(pool, page_size, blocks_per_chunk)
+        super().__init__(pool, counts, group, page_size)
         self.sliding_window = sliding_window
 
     def first_pages(self, positions: Int32) -> Int32:

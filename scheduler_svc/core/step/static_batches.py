@@ -10,53 +10,66 @@ from the other policies. Requests with siblings are refused: their blocks cannot
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
-import numpy as np
-
-from scheduler_svc.core.batch import Admission, Batch
+from scheduler_svc.core.request import Request
 from scheduler_svc.core.state import State
+from scheduler_svc.core.step.batch import Batch
+from scheduler_svc.core.step.head_start import alone
 
 
-def fill_static_batch(state: State, batch: Batch) -> None:
+class StaticState(State):
+    """Rows leave together, with pages reserved for all their tokens."""
+
+    holds_ended = True
+
+    def release_ended(self, requests: Sequence[Request]) -> None:
+        """Gives back a batch, once all of it has ended and no plan names it."""
+        if self.rows.is_finished[self.rows.in_use()].all() and not self.in_flight:
+            for request in list(self.rows.running.values()):
+                self.release(request)
+
+
+def fill_static_batch(batch: Batch) -> None:
     """Adds what a static batch computes next; the whole batch, whatever it reads."""
     batch.pages_left = sys.maxsize
-    rows = state.rows
-    order = rows.order()
-    if not len(order):
-        _admit_batch(state, batch)
+    rows = batch.state.rows
+    in_use = rows.in_use()
+    if not len(in_use):
+        _admit_batch(batch)
         return
-    prefilling = order[~rows.is_decoding[order] & ~rows.is_finished[order]]
+    prefilling = in_use[~rows.is_decoding[in_use] & ~rows.is_finished[in_use]]
     if len(prefilling):
         for row in prefilling.tolist():
             batch.add_row(row, int(rows.known[row] - rows.computed[row]), int(rows.limit[row]))
         return
-    goes_on = rows.goes_on(order)
+    goes_on = rows.to_compute(in_use) > 0
     if goes_on.any():
         # a row that is sure to end by length with the plans in flight is computed on as well,
         # but only once its end has come back: until then its last token is not known; one that
         # was aborted before any step computed it has no last token
-        has_ended = rows.is_finished[order] & (rows.computed[order] > 0)
-        batch.add_decoding(order[goes_on | has_ended])
+        has_ended = rows.is_finished[in_use] & (rows.computed[in_use] > 0)
+        rows.computed[in_use[has_ended]] -= 1  # its last token is computed again
+        batch.add_decoding(in_use[goes_on | has_ended])
 
 
-def _admit_batch(state: State, batch: Batch) -> None:
+def _admit_batch(batch: Batch) -> None:
     """Gives rows to all that fit; those whose prompts this step has no tokens left for are
     computed by the next steps, which find the blocks that were counted here."""
-    new_rows = state.rows.next_free(state.rows.num_free)
-    nothing = np.zeros(0, np.int32)
-    groups = len(state.allocators)
+    state, memory = batch.state, batch.state.memory
     cell = None
-    for request, row in zip(state.pending.in_order(), new_rows, strict=False):
+    for request in state.pending.in_order():
+        if not batch.free_rows:
+            return
         cell = cell or state.suspects.cell_of(request)
         if request.num_in_flight or cell is not state.suspects.cell_of(request):
             return
-        admission = Admission(request, (row,), 0, (0,) * groups, (nothing,) * groups)
+        begins = alone(state, request)
         if batch.tokens_left:
-            if not batch.admit(admission, len(request.token_ids), request.max_total_tokens):
+            if not batch.admit(begins, len(request.token_ids), request.max_total_tokens):
                 return
             continue
-        pages = [-(-request.max_total_tokens // state.geometry.page_size)] * groups
-        if not batch.room.fits(pages):
+        pages = -(-request.max_total_tokens // memory.page_size)
+        if not memory.device.take([pages] * len(memory.groups)):
             return
-        batch.room.take(pages)
-        batch.admissions.append(admission)
+        batch.assign(begins)

@@ -14,13 +14,11 @@ block that both have in common: each step then asks one name of it, however long
 
 from __future__ import annotations
 
-from collections.abc import Container
-
 import numpy as np
 
 from protos.plan import Int32
-from scheduler_svc.core.allocators import FullAttentionAllocator
-from scheduler_svc.core.block_names import BlockNames, Name, num_common
+from scheduler_svc.core.memory.allocators import FullAttentionAllocator
+from scheduler_svc.core.memory.block_names import BlockNames, Name, num_common
 from scheduler_svc.core.request import Hit, Request, Swapped
 
 
@@ -45,21 +43,21 @@ class PrefixCache:
         """Names what can be named of a new request, so that no step has to wait for that."""
         self._names.of(request, request.num_prompt_tokens // self._page_size)
 
-    def match(self, request: Request, also: Container[Name] = ()) -> Hit | None:
+    def match(self, request: Request) -> Hit | None:
         """The longest run of blocks that the request can share now; None while somebody fills
-        the one that it would have to compute next. `also` are promises about to be made."""
+        the one that it would have to compute next."""
         if self.awaits(request):
             return None
         request.awaited = None
         usable = (len(request.token_ids) - 1) // self._page_size
         hit = request.hit
         if hit is not None and self._is_current(request, hit, usable):
-            is_promised = self._is_promised(request, hit.num_pages, usable, also)
+            is_promised = self._is_promised(request, hit.num_pages, usable)
             return None if is_promised else hit
         kept = 0 if hit is None else self._num_kept(hit)
         run = self._run(request, kept, usable)
         pages = self._with_windows(request, run)
-        if self._is_promised(request, pages, usable, also):
+        if self._is_promised(request, pages, usable):
             return None
         first_pages = tuple(a.first_page(pages * self._page_size) for a in self._allocators)
         tables = []
@@ -95,14 +93,10 @@ class PrefixCache:
         stamps = zip(found.blocks, self._stamps(found.blocks), found.stamps, strict=True)
         return tuple(np.where(now == then, blocks, np.int32(-1)) for blocks, now, then in stamps)
 
-    def to_promise(self, request: Request, first_page: int) -> list[Name]:
-        """Names of the blocks that the request fills when it is admitted with first_page blocks:
-        those of all its known tokens."""
-        full = len(request.token_ids) // self._page_size
-        return self._names.of(request, full)[first_page:full]
-
     def promise(self, request: Request, first_page: int) -> None:
-        for name in self.to_promise(request, first_page):
+        """The request, admitted with first_page blocks, fills those of its other known tokens."""
+        full = len(request.token_ids) // self._page_size
+        for name in self._names.of(request, full)[first_page:full]:
             self._promised.setdefault(name, request)
 
     def publish(
@@ -161,13 +155,13 @@ class PrefixCache:
                         break
         return pages
 
-    def _is_promised(self, request: Request, page: int, usable: int, also: Container[Name]) -> bool:
+    def _is_promised(self, request: Request, page: int, usable: int) -> bool:
         if page >= usable:
             return False
         name = self._names.of(request, page + 1)[page]
         filler = self._promised.get(name)
         if filler is None:
-            return name in also
+            return False
         last = request.names[min(num_common(request.names, filler.names), usable) - 1]
         request.awaited = last if self._promised.get(last) is filler else name
         return True

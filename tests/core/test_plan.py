@@ -1,17 +1,20 @@
-"""What a step schedules: budgets, order, margin, chunking, shortage. Exact decisions."""
+"""What a step schedules: budgets, order, margin, chunking, shortage. Exact steps."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from protos.plan import Int32
-from scheduler_svc.core import batch as batch_module
-from scheduler_svc.core.admission import why_never_fits
-from scheduler_svc.core.batch import Decision
-from scheduler_svc.core.decide import decide
-from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry, Limits
+from protos.plan import Int32, encode_plan
+from scheduler_svc.core.limits import (
+    FULL_ATTENTION,
+    Geometry,
+    GroupGeometry,
+    Limits,
+    why_never_fits,
+)
 from scheduler_svc.core.request import NewRequest, Request, RequestState
+from scheduler_svc.core.step.batch import Batch
 from tests.support.simulation import Setup, Simulation, random_requests
 
 
@@ -26,7 +29,7 @@ def simulation(**changes: object) -> Simulation:
         "allow_block_sharing": False,
     }
     sim = Simulation(Setup(**{**defaults, **changes}))  # type: ignore[arg-type]
-    sim.state.pool.clean.sort(reverse=True)  # block 2 is taken first
+    sim.state.memory.device.chunks.clean.sort(reverse=True)  # block 2 is taken first
     return sim
 
 
@@ -38,22 +41,13 @@ def add(sim: Simulation, request_id: str, prompt: int, max_tokens: int = 4) -> N
     assert sim.submit(NewRequest(request_id, list(range(1, prompt + 1)), max_tokens)) is not None
 
 
-def summary(sim: Simulation, decision: Decision) -> dict[str, int]:
-    """request id → tokens, in batch order."""
-    rows = {a.rows[0]: a.request for a in decision.admissions} | sim.state.rows.running
-    return {
-        rows[row].request_id: count
-        for row, count in zip(decision.rows.tolist(), decision.num_new_tokens.tolist(), strict=True)
-    }
-
-
 def test_prompts_share_the_token_budget_in_order_of_arrival() -> None:
     """Chunked prefill: the last prompt that fits in part is cut, none behind it overtakes."""
     sim = simulation()
     add(sim, "a", 5)
     add(sim, "b", 7)
     add(sim, "c", 1)
-    assert summary(sim, decide(sim.state)) == {"a": 5, "b": 3}
+    assert sim.peek().tokens == {"a": 5, "b": 3}
 
 
 def test_decodes_go_first_and_prefills_use_what_is_left() -> None:
@@ -62,9 +56,9 @@ def test_decodes_go_first_and_prefills_use_what_is_left() -> None:
     add(sim, "a", 2)
     sim.turn()
     add(sim, "long", 12)
-    assert summary(sim, decide(sim.state)) == {"a": 1, "long": 7}
+    assert sim.peek().tokens == {"a": 1, "long": 7}
     sim.turn()
-    assert summary(sim, decide(sim.state)) == {"a": 1, "long": 5}
+    assert sim.peek().tokens == {"a": 1, "long": 5}
 
 
 def test_a_prompt_cut_in_chunks_samples_only_at_its_end() -> None:
@@ -88,7 +82,7 @@ def test_blocks_are_taken_in_order_as_tokens_need_them() -> None:
     for _ in range(6):
         sim.turn()
         if sim.state.rows.running:
-            tables.append(sim.state.rows.blocks_of(0, 0).tolist())
+            tables.append(sim.state.memory.tables.of(0, 0).tolist())
     assert tables == [[2], [2], [2, 3], [2, 3], [2, 3]]
 
 
@@ -100,9 +94,9 @@ def test_below_the_margin_decodes_go_on_and_prefills_wait() -> None:
     sim.turn()
     sim.turn()
     add(sim, "c", 1)
-    assert sim.state.pool.num_free < 3
+    assert sim.state.memory.device.chunks.num_free < 3
     assert first(sim, "b").state is RequestState.PREFILLING
-    assert summary(sim, decide(sim.state)) == {"a": 1}
+    assert sim.peek().tokens == {"a": 1}
 
 
 def test_the_first_of_an_empty_batch_passes_the_margin() -> None:
@@ -110,8 +104,8 @@ def test_the_first_of_an_empty_batch_passes_the_margin() -> None:
     sim = simulation(safety_margin=0.9)
     add(sim, "a", 20)
     sim.turn()
-    assert sim.state.pool.num_free / 6 < 0.9
-    assert summary(sim, decide(sim.state)) == {"a": 8}
+    assert sim.state.memory.device.chunks.num_free / 6 < 0.9
+    assert sim.peek().tokens == {"a": 8}
 
 
 def test_the_request_limit_holds_and_a_row_is_reused() -> None:
@@ -119,10 +113,10 @@ def test_the_request_limit_holds_and_a_row_is_reused() -> None:
     sim = simulation(num_blocks=20)
     for i in range(5):
         add(sim, f"r{i}", 1, max_tokens=2)
-    assert list(summary(sim, decide(sim.state))) == ["r0", "r1", "r2", "r3"]
+    assert list(sim.peek().tokens) == ["r0", "r1", "r2", "r3"]
     sim.turn()
     sim.turn()
-    assert list(summary(sim, decide(sim.state))) == ["r4"]
+    assert list(sim.peek().tokens) == ["r4"]
     sim.run()
 
 
@@ -132,11 +126,11 @@ def test_the_cache_budget_counts_pages_read() -> None:
     add(sim, "a", 8)
     add(sim, "b", 8)
     add(sim, "c", 4)
-    assert summary(sim, decide(sim.state)) == {"a": 8, "b": 8}
+    assert sim.peek().tokens == {"a": 8, "b": 8}
     sim.turn()
     # decoding, a and b read 3 pages each: only one of them per step, nothing is wedged; and c,
     # which would fit, does not overtake b: newcomers could keep it out for ever
-    assert summary(sim, decide(sim.state)) == {"a": 1}
+    assert sim.peek().tokens == {"a": 1}
     sim.run()
 
 
@@ -147,10 +141,10 @@ def test_shortage_resets_the_newest_and_goes_on_in_the_same_step() -> None:
     add(sim, "b", 11, max_tokens=8)
     sim.turn()
     sim.turn()
-    assert sim.state.pool.num_free == 0
-    decision = decide(sim.state)
-    assert [request.request_id for request in decision.soft_resets] == ["b"]
-    assert summary(sim, decision) == {"a": 1}
+    assert sim.state.memory.device.chunks.num_free == 0
+    step = sim.peek()
+    assert step.soft_resets == ["b"]
+    assert step.tokens == {"a": 1}
     sim.turn()
     assert first(sim, "b").state is RequestState.PENDING
     assert first(sim, "b").num_output_tokens == 2, "its tokens are kept"
@@ -165,31 +159,32 @@ def test_newcomers_wait_while_anybody_is_stalled() -> None:
     sim.turn()
     sim.turn()
     add(sim, "c", 1)
-    assert summary(sim, decide(sim.state)) == {"a": 1}
+    assert sim.peek().tokens == {"a": 1}
 
 
-def test_decide_changes_nothing() -> None:
-    """A step is a value: deciding twice decides the same."""
+def test_the_same_state_gives_the_same_plan() -> None:
+    """A step depends on more than the state: on time, or on what was planned elsewhere."""
     sim = simulation()
     add(sim, "a", 5)
-    first, second = decide(sim.state), decide(sim.state)
-    assert first.rows.tolist() == second.rows.tolist()
-    assert first.new_blocks.tolist() == second.new_blocks.tolist()
-    assert sim.state.pool.num_free == 6
+    first, second = sim.peek().plan, sim.peek().plan
+    assert first is not None
+    assert second is not None
+    assert encode_plan(first) == encode_plan(second)
+    assert sim.state.memory.device.chunks.num_free == 6
     assert len(sim.state.pending) == 1
 
 
 def test_all_rows_at_once_and_one_by_one_decide_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """The array path for decodes forgets a rule that the plain path has."""
 
-    def one_by_one(self: batch_module.Batch, rows: Int32) -> None:
+    def one_by_one(self: Batch, rows: Int32) -> None:
         for row in rows.tolist():
             self.add_row(row, 1)
 
     traces = []
     for slow in (False, True):
         if slow:
-            monkeypatch.setattr(batch_module.Batch, "add_decoding", one_by_one)
+            monkeypatch.setattr(Batch, "add_decoding", one_by_one)
         sim = Simulation(Setup(num_blocks=40, max_requests=8), 3, keep_trace=True)
         for new in random_requests(np.random.default_rng(3), 30):
             sim.submit(new)
@@ -234,4 +229,4 @@ def test_a_burst_leaves_most_of_the_margin() -> None:
     for number in range(30):
         add(sim, f"r{number}", 8)
     # two blocks each: the 25th finds 12 of 60 free, as many as two thirds of the margin
-    assert len(decide(sim.state).admissions) == 25
+    assert len(sim.peek().admitted) == 25

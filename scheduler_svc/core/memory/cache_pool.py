@@ -23,9 +23,8 @@ class CachePool:
         self.reserved = reserved
         self.clean = list(range(num_chunks - 1, reserved - 1, -1))
         self.cached: dict[int, Forget] = {}  # least recently freed first
-        self.reclaims_newest = False  # the source document's order; see docs/prefix-cache.md
-        # clean chunks that allocators may take only to spare cached content that they hold
-        # themselves; commit.py sets it for each step, to what the step leaves free
+        # clean chunks that an allocator may take only to spare cached content that it holds
+        # itself: what the step in the making leaves free
         self.num_spare = 0
 
     @property
@@ -40,11 +39,8 @@ class CachePool:
     def take(self) -> int:
         if self.clean:
             return self.clean.pop()
-        if self.reclaims_newest:
-            chunk, forget = self.cached.popitem()
-        else:
-            chunk = next(iter(self.cached))
-            forget = self.cached.pop(chunk)
+        chunk = next(iter(self.cached))
+        forget = self.cached.pop(chunk)
         forget(chunk)
         return chunk
 

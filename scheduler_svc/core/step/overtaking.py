@@ -18,12 +18,12 @@ from typing import Final
 
 import numpy as np
 
-from scheduler_svc.core.batch import Admission, blocks_needed
-from scheduler_svc.core.head_start import admission
+from scheduler_svc.core.memory.counts import Counts
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.room import Room
-from scheduler_svc.core.shortage import active_requests, coming, free_at_once, quarantined
 from scheduler_svc.core.state import State
+from scheduler_svc.core.step.batch import Admission, Batch
+from scheduler_svc.core.step.head_start import admission
+from scheduler_svc.core.step.shortage import coming, give, quarantined
 
 LOW_SHARE: Final = 0.1  # of blocks free: the least urgent is swapped out
 
@@ -33,29 +33,40 @@ def overtakes(state: State, request: Request, other: Request) -> bool:
     return request.priority < other.priority and urgency(request) < urgency(other)
 
 
-def choose_victims(state: State, room: Room) -> tuple[list[Request], Request | None]:
-    """Whom to preempt, counted into `room`; and the waiting request that may join whatever the
-    margin, if there is one."""
+def make_way(batch: Batch) -> Request | None:
+    """Preempts whom the policy preempts before anybody is offered a place. Returns the waiting
+    request that may join whatever the margin, if there is one."""
+    state = batch.state
     if not state.policy.by_priority:
-        return [], None
-    active = active_requests(state)
-    favoured = _first_in_line(state)
-    victims: list[Request] = []
+        return None
+    favoured, victims = _first_in_line(state), []
     if favoured is not None:
-        overtaken = [request for request in active if overtakes(state, favoured, request)]
-        found = _fewest(state, room, favoured, overtaken) if overtaken else None
+        overtaken = [request for request in batch.ran if overtakes(state, favoured, request)]
+        found = _fewest(state, favoured, overtaken) if overtaken else None
         if found is None:
             favoured = None
         else:
             victims = found
-    if not victims and len(active) > 1 and not quarantined(state):
-        least_urgent = max(active, key=_expendable)
-        most_urgent = min(request.priority for request in active)
-        if room.free_share() < LOW_SHARE and most_urgent < least_urgent.priority:
+    if favoured and batch.cell not in (None, state.suspects.cell_of(favoured)):
+        return None  # room is made for it when it is its turn
+    if not victims and len(batch.ran) > 1 and not quarantined(state):
+        least_urgent = max(batch.ran, key=_expendable)
+        most_urgent = min(request.priority for request in batch.ran)
+        if state.memory.counts.free_share() < LOW_SHARE and most_urgent < least_urgent.priority:
             victims = [least_urgent]
-    for request in free_at_once(state, victims):
-        room.give_row(state.rows, request.row)
-    return victims, favoured
+    batch.preempt(victims)
+    return favoured
+
+
+def stays(batch: Batch, begins: Admission) -> bool:
+    """Whether a waiting request would not be swapped out at once for what its prompt takes."""
+    state, priority = batch.state, begins.request.priority
+    if not state.policy.by_priority or all(other.priority >= priority for other in batch.ran):
+        return True
+    counts = state.memory.counts
+    pairs = zip(_whole_prompt(state, begins), counts.blocks_per_chunk, strict=True)
+    chunks = sum(blocks / per_chunk for blocks, per_chunk in pairs)
+    return counts.free_share() - chunks / counts.num_usable >= LOW_SHARE
 
 
 def _expendable(request: Request) -> tuple[int, int, int]:
@@ -66,30 +77,26 @@ def _expendable(request: Request) -> tuple[int, int, int]:
 def _first_in_line(state: State) -> Request | None:
     """The first waiting request that does not wait for another to fill its blocks."""
     for request in islice(state.pending.in_order(), 4 * state.rows.num_rows):
-        if not state.prefix_cache.awaits(request):
+        if not state.memory.prefix_cache.awaits(request):
             return None if request.num_in_flight else request
     return None
 
 
-def _fewest(
-    state: State, room: Room, favoured: Request, overtaken: list[Request]
-) -> list[Request] | None:
+def _fewest(state: State, favoured: Request, overtaken: list[Request]) -> list[Request] | None:
     """The fewest of the overtaken that must go; None if even all of them would not do."""
-    begins = admission(state, favoured, ())
+    begins = admission(state, favoured)
     if begins is None:
         return None
-    later, ending = coming(state, room)
-    for group, table in enumerate(begins.tables):
-        later.share(group, table[table >= 0])
+    later, ending = coming(state)
+    for group, blocks in enumerate(begins.shared):
+        later.share(group, blocks)
+    tables = state.memory.tables
     needs = _Needs(state, begins, ending)
     rows_needed = 1 + len(favoured.siblings) - state.rows.num_free - len(ending)
     # whoever was to go before has gone, and its blocks are coming
     left = [] if quarantined(state) else [r for r in overtaken if r.row not in ending]
     left.sort(key=_expendable, reverse=True)
-    held = {
-        request.row: int((state.rows.table_len - state.rows.table_first)[:, request.row].sum())
-        for request in left
-    }
+    held = {request.row: sum(map(len, tables.of_row(request.row))) for request in left}
     if later.shortfall(needs.without(left)) > sum(held.values()):
         return None
     chosen: list[Request] = []
@@ -102,52 +109,43 @@ def _fewest(
         victim = left[0]
         if shortfall > 0 and rows_needed <= 1 + len(victim.siblings):
             # the least urgent one that would do; if none would, the one that holds most
-            victim = next(
-                (
-                    r
-                    for r in left
-                    if held[r.row] >= shortfall and _does(state, later, needs, chosen, r)
-                ),
-                max(left, key=lambda request: held[request.row]),
+            enough = (
+                request
+                for request in left
+                if held[request.row] >= shortfall and _does(state, later, needs, chosen, request)
             )
-        later.give_row(state.rows, victim.row)
+            victim = next(enough, None) or max(left, key=lambda request: held[request.row])
+        give(later, tables.of_row(victim.row))
         rows_needed -= 1 + len(victim.siblings)
         left.remove(victim)
         chosen.append(victim)
 
 
-def _does(state: State, room: Room, needs: _Needs, chosen: list[Request], request: Request) -> bool:
+def _does(
+    state: State, later: Counts, needs: _Needs, chosen: list[Request], request: Request
+) -> bool:
     """Whether there is room enough when this one goes, too."""
-    room.give_row(state.rows, request.row)
-    does = room.shortfall(needs.without([*chosen, request])) <= 0
-    room.share_row(state.rows, request.row)
+    gone = state.memory.tables.of_row(request.row)
+    give(later, gone)
+    does = later.shortfall(needs.without([*chosen, request])) <= 0
+    for group, blocks in enumerate(gone):
+        later.share(group, blocks)
     return does
-
-
-def stays(state: State, room: Room, begins: Admission) -> bool:
-    """Whether a waiting request would not be swapped out at once for what its prompt takes."""
-    if not state.policy.by_priority:
-        return True
-    if not any(other.priority < begins.request.priority for other in active_requests(state)):
-        return True
-    needed = zip(_whole_prompt(state, begins), state.allocators, strict=True)
-    chunks = sum(blocks / allocator.blocks_per_chunk for blocks, allocator in needed)
-    return room.free_share() - chunks / state.pool.num_usable >= LOW_SHARE
 
 
 def _whole_prompt(state: State, begins: Admission) -> list[int]:
     """Blocks [G] that a request takes until its prompt is computed."""
-    page_size = state.geometry.page_size
+    page_size = state.memory.page_size
     pages = -(-len(begins.request.token_ids) // page_size)
     blocks = []
-    for allocator, first, table in zip(
-        state.allocators, begins.first_pages, begins.tables, strict=True
+    for allocator, first, table, restored in zip(
+        state.memory.groups, begins.first_pages, begins.tables, begins.num_restored, strict=True
     ):
         most = pages - first
         if allocator.sliding_window:
             read = allocator.sliding_window - 1 + state.limits.max_batch_tokens
             most = min(most, -(-read // page_size) + 1)
-        blocks.append(max(0, most - len(table)) + int((table < 0).sum()))
+        blocks.append(max(0, most - len(table)) + restored)
     return blocks
 
 
@@ -155,11 +153,12 @@ class _Needs:
     """Blocks [G] for all of a prompt, and for the next tokens of those that decode beside it."""
 
     def __init__(self, state: State, begins: Admission, ending: list[int]) -> None:
+        rows, in_use = state.rows, state.rows.in_use()
         self._own = _whole_prompt(state, begins)
-        order = state.rows.order()
-        decoding = order[state.rows.is_decoding[order] & state.rows.goes_on(order)]
+        decoding = in_use[rows.is_decoding[in_use] & (rows.to_compute(in_use) > 0)]
         self._rows = decoding[~np.isin(decoding, ending)]
-        self._beside = blocks_needed(state, self._rows, np.ones(len(self._rows), np.int32))
+        ends = rows.computed[self._rows] + np.int32(1)
+        self._beside = state.memory.blocks_needed(self._rows, ends)
 
     def without(self, gone: list[Request]) -> list[int]:
         remains = ~np.isin(self._rows, [request.row for request in gone])

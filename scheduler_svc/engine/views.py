@@ -116,9 +116,9 @@ def get_request(state: State, request_id: str) -> RequestDetail | None:
                 first_position=(
                     0
                     if row is None
-                    else int(state.rows.table_first[group, row]) * state.geometry.page_size
+                    else int(state.memory.tables.first[group, row]) * state.geometry.page_size
                 ),
-                blocks=[] if row is None else state.rows.blocks_of(group, row).tolist(),
+                blocks=[] if row is None else state.memory.tables.of(group, row).tolist(),
             )
             for group, geometry in enumerate(state.geometry.groups)
         ],
@@ -130,8 +130,8 @@ def get_cache(state: State) -> CacheView:
     stored, could_hold = token_places(state)
     return CacheView(
         page_size=state.geometry.page_size,
-        chunks_total=state.pool.num_usable,
-        chunks_free=state.pool.num_free,
+        chunks_total=state.memory.device.chunks.num_usable,
+        chunks_free=state.memory.device.chunks.num_free,
         chunk_bytes=state.geometry.chunk_bytes,
         groups=[
             CacheGroupView(
@@ -143,14 +143,14 @@ def get_cache(state: State) -> CacheView:
                 blocks_cached=allocator.num_cached,
                 blocks_owned=allocator.num_owned,
             )
-            for geometry, allocator in zip(state.geometry.groups, state.allocators, strict=True)
+            for geometry, allocator in zip(state.geometry.groups, state.memory.groups, strict=True)
         ],
         tokens_stored=stored,
         utilisation=stored / could_hold if could_hold else 0.0,
-        prefix_queries=state.prefix_cache.num_queried,
-        prefix_hits=state.prefix_cache.num_hit,
-        swap_chunks_total=state.swap_pool.num_usable,
-        swap_chunks_free=state.swap_pool.num_free,
+        prefix_queries=state.memory.prefix_cache.num_queried,
+        prefix_hits=state.memory.prefix_cache.num_hit,
+        swap_chunks_total=state.memory.swap.chunks.num_usable,
+        swap_chunks_free=state.memory.swap.chunks.num_free,
         offloads=state.counters.offloads,
         restores=state.counters.restores,
         soft_resets=state.counters.soft_resets,
@@ -165,7 +165,7 @@ def token_places(state: State) -> tuple[int, int]:
     """
     page_size = state.geometry.page_size
     stored = could_hold = 0
-    for group, allocator in enumerate(state.allocators):
+    for group, allocator in enumerate(state.memory.groups):
         stored += allocator.num_owned * page_size - _empty_places(state, group)
         num_chunks = int(np.count_nonzero(allocator.used))
         could_hold += num_chunks * allocator.blocks_per_chunk * page_size
@@ -175,10 +175,12 @@ def token_places(state: State) -> tuple[int, int]:
 def _empty_places(state: State, group: int) -> int:
     """Token places of last pages that hold nothing yet; a shared last page counts once."""
     rows, page_size = state.rows, state.geometry.page_size
-    running = rows.order()
-    running = running[rows.table_len[group, running] > rows.table_first[group, running]]
-    tails = rows.table[group, running, rows.table_len[group, running] - 1]
-    empty = np.maximum(rows.table_len[group, running] * page_size - rows.computed[running], 0)
+    running = rows.in_use()
+    tables = state.memory.tables
+    running = running[tables.end[group, running] > tables.first[group, running]]
+    ends = tables.end[group, running]
+    tails = tables.blocks[group, running, ends - 1]
+    empty = np.maximum(ends * page_size - rows.computed[running], 0)
     _, first = np.unique(tails, return_index=True)
     return int(empty[first].sum())
 
@@ -201,5 +203,5 @@ def _view(state: State, request: Request) -> RequestView:
 
 def count_by_state(state: State) -> tuple[int, int]:
     """Requests running (with a row, not ended) and waiting."""
-    ended = np.count_nonzero(state.rows.is_finished[state.rows.order()])
+    ended = np.count_nonzero(state.rows.is_finished[state.rows.in_use()])
     return len(state.rows.running) - int(ended), len(state.pending)

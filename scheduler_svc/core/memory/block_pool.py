@@ -1,0 +1,77 @@
+"""One pool of blocks for all cache groups: on the device, or in the host's swap space."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from protos.plan import Int32
+from scheduler_svc.core.limits import Geometry
+from scheduler_svc.core.memory.allocators import FullAttentionAllocator, SlidingAttentionAllocator
+from scheduler_svc.core.memory.cache_pool import CachePool
+from scheduler_svc.core.memory.counts import Counts
+
+
+class BlockPool:
+    """G groups over one pool of chunks. Taking is two acts: `take` counts blocks at once, `draw`
+    picks them when a step is complete, so that no block which the step shares is reclaimed by it.
+    """
+
+    def __init__(self, geometry: Geometry, num_chunks: int, reserved: int) -> None:
+        groups, page_size = geometry.groups, geometry.page_size
+        self.chunks = CachePool(num_chunks, reserved)
+        per_chunk = [group.blocks_per_chunk for group in groups]
+        self.counts = Counts(num_chunks, self.chunks.num_usable, per_chunk)
+        self.allocators = [
+            SlidingAttentionAllocator(self.chunks, self.counts, i, page_size, group.sliding_window)
+            if group.sliding_window
+            else FullAttentionAllocator(self.chunks, self.counts, i, page_size)
+            for i, group in enumerate(groups)
+        ]
+
+    @property
+    def is_free(self) -> bool:
+        """Nobody owns anything."""
+        return self.chunks.num_free == self.chunks.num_usable
+
+    def take(self, blocks: Sequence[int], shared: Sequence[Int32] = ()) -> bool:
+        """Counts that many blocks of each group as taken, and adds an owner to each block of the
+        tables `shared`. All or nothing; False when there is no room. blocks, shared: [G]"""
+        counts = self.counts
+        if not counts.fits(blocks):
+            return False  # sharing only needs more room
+        if shared:
+            revived = [counts.share(group, table) for group, table in enumerate(shared)]
+            if not (counts.is_sound and counts.fits(blocks)):
+                for group, table in enumerate(shared):
+                    counts.give(group, table)
+                return False
+            for allocator, table in zip(self.allocators, revived, strict=True):
+                allocator.revive(table)
+        counts.take(blocks)
+        return True
+
+    def give(self, group: int, blocks: Int32) -> None:
+        """Removes an owner from each of these different blocks."""
+        self.allocators[group].put_back(self.counts.give(group, blocks))
+
+    def give_tables(self, tables: Sequence[Int32]) -> None:
+        """The same for tables of all groups [G]; a table's last block is reclaimed first."""
+        for group, blocks in enumerate(tables):
+            self.give(group, blocks[::-1])
+
+    def begin_drawing(self, blocks: Sequence[int]) -> None:
+        """That many blocks of each group [G] are going to be drawn: the rest may be spared."""
+        free = zip(blocks, self.allocators, strict=True)
+        needed = sum(max(0, -(-(n - a.num_free) // a.blocks_per_chunk)) for n, a in free)
+        self.chunks.num_spare = self.chunks.num_free - needed
+        assert self.chunks.num_spare >= 0, f"took {-self.chunks.num_spare} chunks too many"
+
+    def draw(self, group: int, count: int) -> Int32:
+        """Picks blocks that have been counted as taken. [count]"""
+        return self.allocators[group].draw(count)
+
+    def end_drawing(self) -> None:
+        """Counts what is left: chunks were perhaps held to spare cached content."""
+        self.counts.free_chunks = self.chunks.num_free
+        self.counts.free_blocks = [allocator.num_free for allocator in self.allocators]
+        self.chunks.num_spare = 0

@@ -1,0 +1,101 @@
+"""How much KV memory is free, in numbers: owners of blocks, used blocks of chunks, what is left.
+
+Everything that asks "does it fit?" asks these counts, and every change of the memory is counted
+here first. A copy answers what-if questions: what would be free once some tables are returned.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import numpy as np
+
+from protos.plan import Int32
+
+
+class Counts:
+    """G cache groups that share `num_usable` of `num_chunks` chunks.
+
+    Free blocks of chunks that a group holds are its own; free chunks, with or without cached
+    content, are anybody's.
+    """
+
+    def __init__(self, num_chunks: int, num_usable: int, blocks_per_chunk: Sequence[int]) -> None:
+        self.num_usable = num_usable
+        self.blocks_per_chunk = tuple(blocks_per_chunk)
+        self.owners = [np.zeros(num_chunks * n, np.int32) for n in blocks_per_chunk]  # [G][block]
+        self.used = [np.zeros(num_chunks, np.int32) for _ in blocks_per_chunk]  # [G][chunk] owned
+        self.free_blocks = [0] * len(blocks_per_chunk)  # [G] of chunks that the group holds
+        self.free_chunks = num_usable
+
+    def copy(self) -> Counts:
+        twin = copy.copy(self)
+        twin.owners = [owners.copy() for owners in self.owners]
+        twin.used = [used.copy() for used in self.used]
+        twin.free_blocks = list(self.free_blocks)
+        return twin
+
+    @property
+    def is_sound(self) -> bool:
+        """False after `share` revived more than there is; `give` undoes that."""
+        return self.free_chunks >= 0 and min(self.free_blocks) >= 0
+
+    def shortfall(self, blocks: Sequence[int]) -> int:
+        """Chunks missing for that many more blocks of each group [G]; 0 or less if they fit."""
+        return sum(self._chunks_for(blocks)) - self.free_chunks
+
+    def fits(self, blocks: Sequence[int]) -> bool:
+        return self.shortfall(blocks) <= 0
+
+    def take(self, blocks: Sequence[int]) -> None:
+        """Counts that many blocks of each group [G] as taken; which ones is not decided here."""
+        added = self._chunks_for(blocks)
+        self.free_chunks -= sum(added)
+        assert self.free_chunks >= 0, f"took {list(blocks)} blocks that were not there"
+        for group, chunks in enumerate(added):
+            self.free_blocks[group] += chunks * self.blocks_per_chunk[group] - blocks[group]
+
+    def share(self, group: int, blocks: Int32) -> Int32:
+        """Adds an owner to each of these different blocks. Returns those that were free."""
+        owners = self.owners[group]
+        owners[blocks] += 1
+        revived: Int32 = blocks[owners[blocks] == 1]
+        self._use(group, revived, 1)
+        return revived
+
+    def give(self, group: int, blocks: Int32) -> Int32:
+        """Removes an owner from each of these different blocks. Returns those that are free now."""
+        owners = self.owners[group]
+        left = owners[blocks] - 1
+        assert (left >= 0).all(), f"of the blocks {blocks} some were given back twice"
+        owners[blocks] = left
+        freed: Int32 = blocks[left == 0]
+        self._use(group, freed, -1)
+        return freed
+
+    def free_share(self) -> float:
+        """Free blocks, those of free chunks included, over all blocks: 0 to 1."""
+        if not self.num_usable:
+            return 0.0
+        pairs = zip(self.free_blocks, self.blocks_per_chunk, strict=True)
+        return (self.free_chunks + sum(free / n for free, n in pairs)) / self.num_usable
+
+    def _use(self, group: int, blocks: Int32, change: int) -> None:
+        """These blocks are owned from now on (change = 1), or free (-1)."""
+        if not len(blocks):
+            return
+        n, used = self.blocks_per_chunk[group], self.used[group]
+        chunks, numbers = blocks, np.ones(len(blocks), np.intp)
+        if n > 1:
+            chunks, numbers = np.unique(blocks // n, return_counts=True)
+        before = used[chunks]
+        used[chunks] += (change * numbers).astype(np.int32)
+        held = int(((before if change > 0 else used[chunks]) == 0).sum())
+        self.free_chunks -= change * held
+        self.free_blocks[group] += change * (held * n - len(blocks))
+
+    def _chunks_for(self, blocks: Sequence[int]) -> list[int]:
+        """Chunks that each group must take from the pool for that many more blocks. [G]"""
+        wanted = zip(blocks, self.free_blocks, self.blocks_per_chunk, strict=True)
+        return [max(0, -(-(count - free) // n)) for count, free, n in wanted]

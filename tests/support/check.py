@@ -1,0 +1,128 @@
+"""The invariants of the state. A violation is a bug of ours: it crashes with what was found.
+
+`check_rows` looks at the rows a step touched, at a cost that does not grow with the pool; `check`
+at everything. What a server checks when it is idle is in scheduler_svc/core/check.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from protos.plan import Int32
+from scheduler_svc.core.check import require as _require
+from scheduler_svc.core.memory.block_pool import BlockPool
+from scheduler_svc.core.request import NO_ROW, Request, RequestState
+from scheduler_svc.core.state import State
+
+
+def check_rows(state: State, touched: Int32) -> None:
+    """The cursors and block tables of the touched rows."""
+    rows = state.rows
+    touched = touched[[int(row) in rows.running for row in touched]]
+    computed, known, outstanding = (
+        rows.computed[touched],
+        rows.known[touched],
+        rows.outstanding[touched],
+    )
+    most = len(state.in_flight) + rows.num_drafts[touched]
+    _require(
+        (outstanding >= 0).all() and (outstanding <= most).all(),
+        "samples outstanding without a plan in flight",
+        outstanding,
+    )
+    _require((computed <= known + outstanding).all(), "computed past what is known", touched)
+    _require((known + outstanding <= rows.limit[touched]).all(), "planned past the end", touched)
+    goes_on = ~rows.is_finished[touched] & ~rows.awaits_fork[touched]
+    _require(((rows.goal[touched] > 0) == goes_on).all(), "a goal is wrong", touched)
+    memory = state.memory
+    pages = -(-computed // memory.page_size)
+    for group, allocator in enumerate(memory.groups):
+        lengths = memory.tables.end[group, touched]
+        is_right = (lengths >= pages) if state.holds_ended else (lengths == pages)
+        _require(is_right.all(), "a table is not ceil(tokens / page_size) long", touched)
+        first = memory.tables.first[group, touched]
+        _require(
+            (first <= allocator.first_pages(computed)).all(),
+            "a table begins behind what the next query reads",
+            touched,
+        )
+        for row in touched.tolist():
+            blocks = memory.tables.of(group, row)
+            _require((allocator.owners[blocks] > 0).all(), "a table names a free block", row)
+
+
+def check(state: State) -> None:
+    """Everything: each chunk and block accounted for, each request in exactly one place."""
+    rows, memory = state.rows, state.memory
+    check_rows(state, rows.in_use())
+    owned = [memory.tables.of_row(row) for row in rows.running]
+    for transfers in [memory.transfers, *(step.transfers for step in state.in_flight)]:
+        owned += [tables for _, tables in transfers.quarantined]
+    _check_pool(memory.device, owned)
+    swapped = [r.swapped.blocks for r in state.live() if r.swapped is not None]
+    _check_pool(memory.swap, swapped + [b for step in state.in_flight for b in step.freed_swap])
+    _check_names(state)
+    for row, request in rows.running.items():
+        _check_running(state, row, request)
+    _require(len(rows.running) + rows.num_free == rows.num_rows, "rows are lost", rows.num_free)
+    unforked = {id(s) for request in state.live() for s in request.siblings}
+    waiting = [r for r in state.live() if r.row == NO_ROW and id(r) not in unforked]
+    for request in waiting:
+        _require(
+            request.state is RequestState.PENDING and request in state.pending,
+            "a request without a row is not waiting",
+            request,
+        )
+    _require(len(state.pending) == len(waiting), "the queue holds others", len(state.pending))
+    _require(state.num_live == len(list(state.live())), "the live are miscounted", state.num_live)
+    order = [state.policy.urgency(request) for request in state.pending.in_order()]
+    _require(order == sorted(order), "the queue is out of order", order)
+
+
+def _check_running(state: State, row: int, request: Request) -> None:
+    rows = state.rows
+    _require(request.row == row, "a row's tenant does not know it", request)
+    if request.state is RequestState.FINISHED:
+        is_held = state.holds_ended or rows.num_in_flight[row] > 0
+        _require(is_held, "an ended request holds its row", request)
+        return
+    family = state.requests.get(request.request_id, [])
+    _require(any(r is request for r in family), "a running request is not live", request)
+    _require(rows.known[row] == len(request.token_ids), "known differs from token_ids", request)
+    _require(request.swapped is None, "a running request is offloaded", request)
+
+
+def _check_pool(pool: BlockPool, owned: Sequence[Sequence[Int32]]) -> None:
+    """`owned`: tables [G] of everybody who owns blocks."""
+    chunks: list[int] = [*pool.chunks.clean, *pool.chunks.cached]
+    counted = pool.chunks.num_free, [allocator.num_free for allocator in pool.allocators]
+    _require((pool.counts.free_chunks, pool.counts.free_blocks) == counted, "miscounted", counted)
+    for group, allocator in enumerate(pool.allocators):
+        named = np.concatenate([*(tables[group] for tables in owned), np.zeros(0, np.int32)])
+        owners = np.bincount(named, minlength=len(allocator.owners))
+        _require((owners == allocator.owners).all(), "owners differ from the block tables", group)
+        used = (owners.reshape(-1, allocator.blocks_per_chunk) > 0).sum(axis=1)
+        _require((used == allocator.used).all(), "chunks' use is miscounted", group)
+        chunks += allocator.held_chunks()
+        free = np.array([*allocator.free, *allocator.cached], np.intp)
+        is_free = (owners == 0) & (used > 0).repeat(allocator.blocks_per_chunk)
+        times = np.bincount(free, minlength=len(owners))
+        _require((times == is_free).all(), "free blocks are lost or doubled", group)
+    num_chunks, reserved = pool.chunks.num_chunks, pool.chunks.reserved
+    times = np.bincount(np.array(chunks, np.intp), minlength=num_chunks)
+    is_right = (times[:reserved] == 0).all() and (times[reserved:] == 1).all()
+    is_right &= len(times) == num_chunks
+    _require(is_right, "chunks are lost or held twice", np.flatnonzero(times != 1))
+
+
+def _check_names(state: State) -> None:
+    for group, allocator in enumerate(state.memory.groups):
+        inverse = {block: name for name, block in allocator.block_of.items()}
+        _require(inverse == allocator.name_of, "names and blocks differ", group)
+        for block in allocator.name_of:
+            if allocator.owners[block] == 0:
+                chunk = block // allocator.blocks_per_chunk
+                is_kept = block in allocator.cached or chunk in state.memory.device.chunks.cached
+                _require(is_kept, "a named block is among those without content", block)

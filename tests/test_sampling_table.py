@@ -1,0 +1,129 @@
+"""protos/sampling.py against the API, the docs, and everything that follows from it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from protos import inference_pb2 as pb
+from protos.plan import decode_plan, encode_plan
+from protos.sampling import (
+    REQUEST_FIELDS,
+    SAMPLER_FIELDS,
+    SAMPLING_FIELDS,
+    UNSUPPORTED_FIELDS,
+    SamplingField,
+)
+from scheduler_svc.core.limits import Limits
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.front.served_model import Model
+from scheduler_svc.front.validation import admit
+from scheduler_svc.text.tokenizer import Tokenizer
+from tests.support.fake_engine import FACTS
+from tests.support.simulation import Setup
+from tests.support.small_tokenizers import chat
+from worker.batch.inputs import prepare_inputs
+from worker.batch.padding import row_shape
+from worker.kv.geometry import FULL_ATTENTION, CacheGroup
+from worker.step.io_buffers import Capacity, InputBuffer
+
+ROOT = Path(__file__).resolve().parent.parent
+TYPES = {"float32": "TYPE_FLOAT", "int32": "TYPE_INT32", "int64": "TYPE_INT64"}
+
+
+def test_the_table_is_the_api() -> None:
+    """A number that a client may send and that no entry describes would be ignored in silence."""
+    fields = pb.SamplingParams.DESCRIPTOR.fields
+    numbers = {getattr(fields[0], kind): dtype for dtype, kind in TYPES.items()}
+    found = {
+        field.name: numbers[field.type]
+        for field in fields
+        if field.type in numbers and not field.is_repeated
+    }
+    assert found == {name: entry.dtype for name, entry in SAMPLING_FIELDS.items()}
+    assert len(SAMPLING_FIELDS) == sum(
+        map(len, (SAMPLER_FIELDS, REQUEST_FIELDS, UNSUPPORTED_FIELDS))
+    )
+
+
+@pytest.mark.parametrize("name", SAMPLING_FIELDS)
+def test_the_docs_state_each_entry(name: str) -> None:
+    """Limits that the docs get wrong are found out by errors."""
+    rows = re.findall(rf"^\| `{name}` .*$", (ROOT / "docs/sampling.md").read_text(), re.MULTILINE)
+    entry = SAMPLING_FIELDS[name]
+    neutral = "" if entry.neutral is None else f"{entry.neutral:g}"
+    key = f"`{entry.config_key}`" if entry.config_key and name in SAMPLER_FIELDS else ""
+    assert rows == [f"| `{name}` | {neutral} | {entry.allowed} | {key} | {entry.effect} |"]
+
+
+@pytest.mark.parametrize("name", [n for n, e in SAMPLING_FIELDS.items() if e.neutral is not None])
+def test_neutral_values_are_allowed(name: str) -> None:
+    """Client libraries fill them in."""
+    entry = SAMPLING_FIELDS[name]
+    assert entry.allows(entry.neutral)
+    assert not entry.allows(float("nan"))
+
+
+def unlike_neutral(entry: SamplingField) -> float | int:
+    """A value that a request may have, exact in float32."""
+    return 3 if entry.dtype == "int32" else 0.375
+
+
+def on_device(sampling: dict[str, float], stated: dict[str, float]) -> dict[str, list[float]]:
+    """Each parameter in the worker's buffer, for a request and a model's generation_config."""
+    model = Model("tiny", FACTS, Tokenizer(chat(), stated))
+    asked = pb.GenerateRequest(text="hello", sampling=pb.SamplingParams(**sampling))
+    scheduler = Scheduler(Limits(64, 8), Setup().geometry())
+    scheduler.submit(admit(asked, "r", 0, model, 8).submission.new)
+    planned = scheduler.plan()
+    assert planned is not None
+    counts, buffer = encode_plan(planned)
+    plan = decode_plan(planned.step_id, False, counts, buffer)
+    group = CacheGroup(FULL_ATTENTION, (0,), 0, 1)
+    inputs = prepare_inputs(plan, [group], 16, row_shape(5, 1, 1, 5, 1))
+    device = InputBuffer(Capacity(8, 8, 8, 8, 8, 1), torch.device("cpu"))
+    device.write(plan, inputs, FACTS.vocab_size)
+    return {name: tensor.tolist() for name, tensor in device.samples().parameters.items()}
+
+
+def test_every_parameter_reaches_the_device() -> None:
+    """From the request, from the model's defaults, or neutral: through validation, rows, plan."""
+    wanted = {name: unlike_neutral(entry) for name, entry in SAMPLER_FIELDS.items()}
+    as_lists = {name: [value] for name, value in wanted.items()}
+    assert on_device(wanted, {}) == as_lists
+    stated = {entry.config_key: wanted[name] for name, entry in SAMPLER_FIELDS.items()}
+    assert on_device({}, stated) == as_lists
+    assert on_device({}, {}) == {name: [e.neutral] for name, e in SAMPLER_FIELDS.items()}
+
+
+EXTENDED = """
+from dataclasses import dataclass
+from protos import sampling
+
+entry = sampling.UNSUPPORTED_FIELDS.pop("repetition_penalty")
+
+@dataclass(frozen=True, slots=True)
+class Extended(sampling.SamplerParameters):
+    repetition_penalty: float = sampling._parameter(entry)
+
+sampling.SamplerParameters = Extended
+sampling.SAMPLER_FIELDS["repetition_penalty"] = entry
+
+from tests.test_sampling_table import on_device, test_every_parameter_reaches_the_device
+
+test_every_parameter_reaches_the_device()
+assert on_device({"repetition_penalty": 1.5}, {})["repetition_penalty"] == [1.5]
+"""
+
+
+def test_a_new_parameter_is_registered_by_its_entry_alone() -> None:
+    """Before any other module is imported, a table with one more entry takes the place of ours."""
+    done = subprocess.run(
+        [sys.executable, "-c", EXTENDED], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
