@@ -1,22 +1,22 @@
-# Everything a developer does. Nothing here asks a question.
-#   make demo        set everything up, serve the embedded model, watch answers stream
+# Everything a developer does. No target is interactive.
+#   make demo        install everything, serve the embedded model, watch answers stream
 #   make test        all tests but the slow ones
 #   make test-slow   the slow ones
 #   make lives       random lives that no run has seen; LIVES_SECONDS=600 each
 #   make guards      optimised parts against their plain twins: five minutes
-#   make bench       every measurement, long; BENCH="--requests 6 --turns 1" for a taste
+#   make bench       every measurement, long; BENCH="--requests 6 --turns 1" for a quick sample
 #   make lint        ruff and mypy
-#   make format      let ruff repair what it can
+#   make format      let ruff fix what it can
 #   make protos      regenerate protobuf code and client/blocking.py
 #   make wheel       build the wheel into dist/
-#   make clean       remove all that was built, the environment too
+#   make clean       remove everything that was built, and the environment
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PACKAGES := protos scheduler_svc worker client
-# Small matrices: more threads than cores only wait for each other.
-# And threads that wait must not spin: tests share the cores with what they start.
+# On small matrices, more threads than cores only wait for each other. Waiting threads must not spin:
+# tests share the cores with the processes that they start.
 export OMP_WAIT_POLICY ?= passive
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
@@ -43,8 +43,8 @@ guards: $(VENV)/installed
 	$(BIN)/python -m pytest tests/bench/test_*_guards.py tests/bench/test_yardstick.py \
 		--benchmark-enable --benchmark-columns=min,median,stddev,rounds
 
-# The short ones first. Each of the long parts is one JSON file in build/bench; what is there is
-# not measured again. What each figure means: docs/benchmarks.md.
+# Short ones first. Each part of the long ones writes a JSON file into build/bench, and is not
+# measured again while that file exists. docs/benchmarks.md explains the figures.
 bench: $(VENV)/installed guards
 	$(BIN)/python -m tests.bench.startup
 	$(BIN)/python -m tests.bench.step_cost
@@ -73,7 +73,7 @@ protos: $(VENV)/installed
 wheel: $(VENV)/installed
 	$(BIN)/python -m build --wheel --no-isolation
 
-# Built anew only when what it is built from has changed.
+# Rebuilt only when its inputs have changed.
 $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 		"Chairlift needs Python 3.11 or newer; this is " + sys.version.split()[0] + \

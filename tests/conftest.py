@@ -1,4 +1,4 @@
-"""What all tests share: a place for figures that a run should show, captured or not, and how
+"""Shared by all tests: figures to show after a run, whether output is captured or not, and how
 Hypothesis draws its examples.
 
 By default it draws the same ones in every run, so that no run is red by chance.
@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def show(pytestconfig: pytest.Config) -> Callable[[str], None]:
-    """Takes lines to print behind the results of the run."""
+    """Adds a line to the figures printed after the results of the run."""
     return pytestconfig.stash[_FIGURES].append
 
 

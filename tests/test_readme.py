@@ -1,4 +1,4 @@
-"""README says what is true: its configuration table, its example, its commands."""
+"""README and docs/ say what is true: the configuration table, the example, commands and links."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import dataclasses
 import re
 from pathlib import Path
 
+import pytest
+
 from client import Chairlift, cli
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_configuration_table_is_complete() -> None:
     """A key that is missing there is one that nobody finds; a wrong default is worse."""
     from scheduler_svc.settings.config import Config
 
-    rows = re.findall(r"^\| `(\w+)` \| (\S+) \|", README, re.MULTILINE)
+    table = (ROOT / "docs" / "configuration.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \|", table, re.MULTILINE)
     defaults = [(field.name, shown(field.default)) for field in dataclasses.fields(Config)]
     assert rows == defaults
 
@@ -46,8 +50,8 @@ def test_the_python_example_is_short_and_uses_what_exists() -> None:
     assert {"generate", "complete", "wait_ready"} <= used <= set(dir(Chairlift))
 
 
-def test_every_command_it_names_exists() -> None:
-    """Renaming a subcommand or a make target must not leave README behind."""
+def test_every_command_they_name_exists() -> None:
+    """Renaming a subcommand, a make target or a module must not leave the pages behind."""
     commands = set(re.findall(r"chairlift (serve|\w+)\b(?=[^`\n]*[`\n])", sh_blocks()))
     help_text = cli.build_parser().format_help()
     for command in commands:
@@ -56,13 +60,21 @@ def test_every_command_it_names_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    for module in re.findall(r"\btests(?:\.\w+)+", "".join(page.read_text() for page in PAGES)):
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
 
 
-def test_relative_links_lead_somewhere() -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page: Path) -> None:
     """A picture that does not load is what a visitor sees first."""
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+            assert anchor in {heading.lower().replace(" ", "-") for heading in headings}
 
 
 def sh_blocks() -> str:
-    return "\n".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL))
+    pages = "".join(page.read_text() for page in PAGES)
+    return "\n".join(re.findall(r"```sh\n(.*?)```", pages, re.DOTALL))

@@ -1,4 +1,4 @@
-"""Chairlift against transformers, on the workloads of README's table.
+"""Chairlift against transformers, on the workloads of docs/benchmarks.md.
 
 `python -m tests.bench.against_transformers --out build/bench`. Each measurement is one `chairlift
 bench --serve` and one JSON file in --out; existing files are not measured again, so that a long

@@ -20,11 +20,11 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
-from protos import link_pb2
 from tests.bench.step_speed import load
-from tests.support.planner import GreedySample, Planner, Request, serve
+from tests.support.in_process import InProcess
+from tests.support.plan_builder import with_samples
+from tests.support.without_model import without_model
 from worker.cpu_layers.packed_linear import WEIGHT_FORMATS
-from worker.runner import Runner
 
 MIXED: Final = Path(__file__).resolve().parents[1] / "workloads" / "mixed.jsonl"
 _MOST_TOKENS: Final = 1024  # of a step
@@ -70,35 +70,27 @@ class _Served:
     """SmolLM2 in one weight format, behind the worker's runner."""
 
     def __init__(self, weight_format: str) -> None:
-        loaded = load(weight_format)
-        settings = link_pb2.Configure(
-            page_size=16, max_batch_tokens=_MOST_TOKENS, max_requests_per_batch=_MOST_TOKENS
+        self._process = InProcess(
+            load(weight_format),
+            chunks=_NUM_CHUNKS,
+            max_batch_tokens=_MOST_TOKENS,
+            max_requests=_MOST_TOKENS,
+            allow_block_sharing=False,
         )
-        self._runner = Runner(loaded, settings, _NUM_CHUNKS)
-        self._runner.sample = self._sample = GreedySample()
-        self._planner = Planner(loaded.geometry, _NUM_CHUNKS)
 
     def go_on(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
         """Prompts with so many greedy tokens behind each."""
-        at_once = _MOST_TOKENS // len(prompts)
-        lengths = [num_tokens] * len(prompts)
-        answers = serve(self._runner, self._planner, self._sample, prompts, lengths, chunk=at_once)
-        self._sample.logits.clear()
+        answers = self._process.answers(prompts, [num_tokens] * len(prompts))
+        self._process.logits.clear()
         return [[*prompt, *answer.tokens] for prompt, answer in zip(prompts, answers, strict=True)]
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """[tokens, vocabulary]: of what follows each of them."""
-        places = range(len(tokens))
-        request = Request(tokens, 1, row=0)
-        plan = self._planner.plan(
-            [(request, len(tokens))],
-            logits_indices=places,
-            sample_logits=places,
-            sample_rows=[0] * len(tokens),
-        )
-        self._runner.launch(plan).wait()
-        self._planner.finish(request)
-        return self._sample.logits.pop()
+        process, places = self._process, range(len(tokens))
+        plan = process.first_plan(tokens)
+        process.step(with_samples(plan, places, places, [plan.rows[0]] * len(tokens)))
+        process.core.absorb(without_model(plan))
+        return process.logits.pop()
 
 
 def agreements(

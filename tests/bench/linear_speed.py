@@ -74,7 +74,7 @@ def seconds_of_one(layers: list[Layer], x: torch.Tensor) -> float:
 
 
 def candidates(weights: list[torch.Tensor]) -> dict[str, list[Layer]]:
-    """By column; an empty list where this build of torch has no such thing."""
+    """Layers by column; an empty list where this build of torch lacks the operation."""
     found: dict[str, list[Layer]] = {"F.linear": [lambda x, w=w: F.linear(x, w) for w in weights]}
     found["oneDNN"] = [] if not torch.backends.mkldnn.is_available() else one_dnn(weights)
     for weight_format in WEIGHT_FORMATS:

@@ -11,16 +11,18 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from protos import link_pb2
+from scheduler_svc.core.request import Sampling
 from tests.support import tiny_models
-from tests.support.planner import Planner, Request
-from tests.support.promised import promised_geometry
-from tests.support.runners import run_step
+from tests.support.core_driver import CoreDriver
+from tests.support.promised_geometry import promised_geometry
 from worker.attention.interface import ATTENTION_NAME, register
 from worker.memory.pool_size import plan_memory
 from worker.model.load import LoadedModel
@@ -80,27 +82,21 @@ def _load(config: PreTrainedConfig, configure: link_pb2.Configure) -> LoadedMode
 
 
 def _run_full_steps(runner: Runner) -> None:
-    """Both pools written; long prompts in full chunks, then as many rows
-    as go into a step, sampling with everything on."""
+    """Both pools written; a long prompt in full chunks, then as many rows and tokens as go into a
+    step, sampling with everything on."""
     geometry = runner.pool.geometry
     runner.pool.memory.fill_(1.0)
-    planner = Planner(geometry, runner.pool.num_chunks)
+    core = CoreDriver(runner.ready(), max_batch_tokens=512, max_requests=32)
     # blocks of the first group reach into every chunk: all groups share the bytes
     first, num_swapped = geometry.groups[0].first_block, runner.swap.num_blocks(0)
-    num_swapped = min(num_swapped, len(planner.free))
+    num_swapped = min(num_swapped, runner.pool.num_blocks(0) - first)
     swap_out = [(0, first + block, block) for block in range(num_swapped)]
-    requests = [Request(list(range(1, 16)), 1, row) for row in range(32)]
-    samples = {
-        "temperature": [1.0] * 32,
-        "top_p": [0.999] * 32,
-        "u": [0.999] * 32,
-    }
-    long = Request([7] * 1000, 1, row=0)
-    run_step(runner, planner.plan([(long, 512)], swap_out=swap_out))
-    run_step(runner, planner.plan([(long, 480)]))
-    planner.finish(long)
-    run_step(runner, planner.plan([(request, 12) for request in requests]))
-    run_step(runner, planner.plan([(request, 3) for request in requests], **samples))
+    core.submit_prompts([7] * 1000)
+    first_chunk, *others = core.plans_without_model()
+    runner.launch(replace(first_chunk, swap_out=np.array(swap_out, np.int32))).wait()
+    core.submit_prompts(*[range(1, 17)] * 32, sampling=Sampling(1.0, top_p=0.999))
+    for plan in (*others, *core.plans_without_model()):
+        runner.launch(plan).wait()
 
 
 def _forget_peak() -> int:

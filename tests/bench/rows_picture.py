@@ -1,6 +1,7 @@
 """One SVG file that shows the rows of each step under several policies, one above the other.
 
-For README: all charts share their axes, and the colours follow the reader's light or dark theme.
+For docs/benchmarks.md: all charts share their axes, and the colours follow the reader's light or
+dark theme.
 """
 
 from __future__ import annotations

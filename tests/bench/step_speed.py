@@ -20,7 +20,7 @@ import torch
 
 from protos import link_pb2
 from tests.bench.attention_speed import in_turns
-from tests.support.planner import Planner, Request
+from tests.support.core_driver import CoreDriver
 from tests.support.runners import unfuse_model
 from worker.cpu_layers.decoder_layer import FusedLayer
 from worker.cpu_layers.packed_linear import PackedLinear
@@ -70,7 +70,8 @@ def greedy(logits: torch.Tensor, *_: object) -> torch.Tensor:
 def step_of(
     loaded: LoadedModel, num_rows: int, num_tokens: int, query_length: int = 1
 ) -> tuple[Runner, Callable[[], Any]]:
-    """A runner, and the step that computes the last `query_length` tokens of all requests."""
+    """A runner, and the step that brings all requests to `num_tokens` computed tokens: a decode
+    step, or with as long a query their whole prompts."""
     num_chunks = 2 + num_rows * (-(-num_tokens // _PAGE_SIZE) + 1)
     configure = link_pb2.Configure(
         page_size=_PAGE_SIZE,
@@ -80,12 +81,17 @@ def step_of(
     runner = Runner(loaded, configure, num_chunks)
     runner.sample = greedy
     runner.pool.memory.uniform_(-1, 1)
-    planner = Planner(loaded.geometry, num_chunks)
-    prompts = torch.randint(loaded.vocab_size, (num_rows, num_tokens)).tolist()
-    requests = [Request(prompt, 1, row) for row, prompt in enumerate(prompts)]
-    for request in requests:
-        request.num_computed = num_tokens - query_length
-    plan = planner.plan([(request, query_length) for request in requests])
+    prompt_length = num_tokens if query_length == num_tokens else num_tokens - query_length
+    core = CoreDriver(
+        runner.ready(),
+        max_batch_tokens=num_rows * num_tokens,
+        max_requests=num_rows,
+        safety_margin=0.0,
+    )
+    prompts = torch.randint(loaded.vocab_size, (num_rows, prompt_length)).tolist()
+    core.submit_prompts(*prompts, max_tokens=2)
+    plan = next(plan for plan in core.plans_without_model() if plan.seq_lens[0] == num_tokens)
+    assert len(plan.rows) == num_rows
     return runner, lambda: runner.launch(plan).wait()
 
 

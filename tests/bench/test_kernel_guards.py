@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.bench.attention_speed import one_step, step_context
 from tests.bench.conftest import Guard
-from tests.support.promised import promised_geometry
+from tests.support.promised_geometry import promised_geometry
 from tests.support.runners import unfuse_model
 from worker.attention.cpu import CpuBackend
 from worker.attention.interface import ATTENTION_NAME, AttentionCall, answering, register

@@ -1,4 +1,4 @@
-"""The tables of README's benchmarks, from results whose figures are known."""
+"""The tables of docs/benchmarks.md, from results whose figures are known."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_poisson_needs_to_know_where_fifo_saturates(tmp_path: Path) -> None:
 
 
 def test_the_picture_stands_by_itself_and_shows_what_was_wasted() -> None:
-    """It goes into README as a file: no style of a page around it."""
+    """It goes into docs/benchmarks.md as a file: no style of a page around it."""
     svg = rows_picture([pair()["static"][0], pair()["fifo"][0]])
     root = ElementTree.fromstring(svg)
     assert root.tag == "{http://www.w3.org/2000/svg}svg"

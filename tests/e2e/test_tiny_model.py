@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from client import AsyncChairlift, Chairlift, InvalidRequest
+from tests.support.oracle import generate
 from tests.support.processes import Server
 
 
@@ -45,16 +46,8 @@ def test_64_at_once_equal_alone_and_generate(tiny_server: Server, tiny_model: Pa
     requests = mixed_requests(64)
     together = asyncio.run(all_at_once(tiny_server.address, requests))
     model = LlamaForCausalLM.from_pretrained(tiny_model)
-    model.generation_config.eos_token_id = None  # as ignore_eos
     for (prompt, count), got in zip(requests, together, strict=True):
-        output = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            do_sample=False,
-            max_new_tokens=count,
-            pad_token_id=0,
-        )
-        assert got == output[0, len(prompt) :].tolist()
+        assert got == generate(model, prompt, count)
     with Chairlift(tiny_server.address) as chairlift:
         for (prompt, count), got in list(zip(requests, together, strict=True))[::4]:
             alone = chairlift.complete(prompt, temperature=0, max_tokens=count, ignore_eos=True)

@@ -23,8 +23,8 @@ from typing import Final
 import torch
 import transformers
 
-from tests.families.tiny_configs import FAMILIES, VARIANTS, WINDOW
 from tests.families.trial import EQUAL, IMPOSSIBLE, REFUSED, WRONG, Outcome, try_family
+from tests.support.family_configs import FAMILIES, VARIANTS, WINDOW
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "models.md"
 NAMES: Final = (*FAMILIES, *VARIANTS)
@@ -48,7 +48,7 @@ has one.
 
 
 def outcomes(names: Iterable[str], processes: int = 1) -> Iterator[tuple[str, Outcome]]:
-    """As they come, each from a process of its own."""
+    """Outcomes in the order of completion, each from a process of its own."""
     waiting = list(names)[::-1]
     running: dict[Connection, tuple[str, int]] = {}
     while waiting or running:

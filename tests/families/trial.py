@@ -2,7 +2,7 @@
 
 Alone, batched with prompts in chunks, and with the reference attention. Each trial ends as one of
 EQUAL, REFUSED (by name, with the reason) or IMPOSSIBLE (no tiny model can be built, and why);
-whatever else comes of it is WRONG: other tokens, a crash, a refusal without a name.
+anything else is WRONG: other tokens, a crash, a refusal without a reason.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from scheduler_svc.core.request import NewRequest, Sampling
-from tests.families.tiny_configs import MAX_LEN, VOCAB_SIZE, tiny_config
+from tests.support.family_configs import MAX_LEN, VOCAB_SIZE, tiny_config
 from tests.support.in_process import InProcess
-from tests.worker.conftest import load
+from tests.support.loading import load
+from tests.support.oracle import generate
 from worker.kv.geometry import UnsupportedModel
 
 EQUAL, REFUSED, IMPOSSIBLE, WRONG = "equal", "refused", "impossible to build", "WRONG"
@@ -29,7 +30,7 @@ _MAX_TOKENS: Final = (14, 9, 20, 12, 16, 12, 10, 18)
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a family's trial; `reason` is empty where tokens are equal."""
+    """The outcome of a family's trial; `reason` is empty where tokens are equal."""
 
     result: str
     reason: str = ""
@@ -46,7 +47,7 @@ def try_family(name: str, folder: Path, built: Callable[[], None]) -> Outcome:
     built()
     requests = _requests()
     try:
-        right = [_generate(model, new) for new in requests]
+        right = [generate(model, new.prompt_token_ids, new.max_tokens) for new in requests]
     except Exception as error:
         return _refusal(folder) or Outcome(IMPOSSIBLE, f"generate fails: {_describe(error)}")
     refusal = _refusal(folder)
@@ -59,7 +60,7 @@ def try_family(name: str, folder: Path, built: Callable[[], None]) -> Outcome:
 
 
 def _build(config: PreTrainedConfig) -> PreTrainedModel:
-    """With random weights that are wide enough for answers to wander."""
+    """A model with random weights, wide enough for its answers to vary."""
     model = AutoModelForCausalLM.from_config(
         copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32
     )
@@ -87,23 +88,6 @@ def _requests() -> list[NewRequest]:
         )
         for i, (length, count) in enumerate(zip(_LENGTHS, _MAX_TOKENS, strict=True))
     ]
-
-
-def _generate(model: PreTrainedModel, new: NewRequest) -> list[int]:
-    ids = torch.tensor([new.prompt_token_ids])
-    model.generation_config.eos_token_id = None
-    model.generation_config.forced_eos_token_id = None
-    with torch.inference_mode():
-        output = model.generate(  # type: ignore[operator]
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            pad_token_id=0,
-            max_new_tokens=new.max_tokens,
-            min_new_tokens=new.max_tokens,
-        )
-    tokens: list[int] = output[0, ids.shape[1] :].tolist()
-    return tokens
 
 
 def _load(folder: Path) -> Any:

@@ -27,7 +27,7 @@ Size = TypeVar("Size")
 
 
 def sized(full: Size, tiny: Size) -> Size:
-    """What a GPU is measured with, and what runs in a moment on a CPU."""
+    """The size to measure on a GPU, or a small one that runs in a moment on a CPU."""
     return full if IS_CUDA else tiny
 
 
@@ -37,8 +37,8 @@ def has_room(num_bytes: int) -> bool:
 
 
 def seconds_of(function: Callable[[], object], repeats: int = 3) -> float:
-    """Of one call, work on the device included; the best of `repeats` after a warm-up. What the
-    host needs to launch it counts: see seconds_on_device."""
+    """Seconds of one call, work on the device and launches by the host included; the best of
+    `repeats` after a warm-up. seconds_on_device leaves launches out."""
     function()
     settle(DEVICE)
     best = float("inf")
@@ -51,7 +51,7 @@ def seconds_of(function: Callable[[], object], repeats: int = 3) -> float:
 
 
 def seconds_on_device(function: Callable[[], object]) -> float:
-    """Of one call, replayed from a graph, so that launches cost the host nothing."""
+    """Seconds of one call replayed from a graph, which excludes the host's launches."""
     if not IS_CUDA:
         return seconds_of(function, 1)
     stream = torch.cuda.Stream(DEVICE)

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.gpu.card import DEVICE, DTYPE, IS_CUDA
-from tests.support.promised import promised_geometry
+from tests.support.loading import configure
+from tests.support.promised_geometry import promised_geometry
 from tests.support.runners import pad_steps
-from tests.worker.conftest import configure
 from worker.attention.interface import ATTENTION_NAME, register
 from worker.model.load import LoadedModel
 from worker.runner import Runner

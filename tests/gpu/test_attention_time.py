@@ -11,7 +11,7 @@ import torch
 from tests.gpu.card import DEVICE, DTYPE, copy_bandwidth, has_room, seconds_on_device, sized
 from tests.gpu.conftest import NewTable
 from tests.support.attention_cases import layer_module
-from tests.support.planner import plan_of
+from tests.support.plan_builder import plan_of
 from worker.attention.backends import choose_backend
 from worker.attention.interface import AttentionBackend, AttentionCall, GroupTables, StepContext
 from worker.batch.inputs import prepare_inputs

@@ -16,7 +16,7 @@ from tests.gpu.card import DEVICE, IS_CUDA, sized
 from tests.gpu.conftest import NewTable
 from tests.support import tiny_models
 from tests.support.in_process import InProcess, Served
-from tests.worker.conftest import load
+from tests.support.loading import load
 from worker.model.load import LoadedModel
 
 REQUESTS = sized(80, 8)

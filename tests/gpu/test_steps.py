@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from protos.plan import StepPlan, StepResult
 from tests.gpu.card import DEVICE, IS_CUDA, has_room, sized
 from tests.gpu.conftest import NewTable
 from tests.gpu.models import NAMES, PAGE_SIZE, random_loaded, runner_of, weight_bytes
-from tests.support.planner import Planner, Request
+from tests.support.core_driver import CoreDriver
 from worker.memory.pool_size import free_memory
 from worker.runner import Runner, RunningStep
 from worker.step.lanes import settle
@@ -26,32 +27,29 @@ BUSY_STEPS = sized(200, 6)
 WARM_UP = 4  # steps
 
 
-def decodes(planner: Planner, batch: int, steps: int, chunk: int = 0) -> list[StepPlan]:
+def decodes(runner: Runner, batch: int, steps: int, chunk: int = 0) -> list[StepPlan]:
     """Plans of steady decoding whose tokens are known on the device only; with `chunk`, each
     holds so many tokens of a prompt, too. Attention reads CONTEXT tokens of an empty cache."""
-    requests = [Request([7] * CONTEXT, 1, row) for row in range(batch)]
-    prompt = Request([7] * (steps * chunk + 1), 1, batch)
-    plans = []
-    for request in requests:
-        request.num_computed = CONTEXT
-    for _ in range(steps):
-        for request in requests:
-            request.output.append(0)  # hidden: see Planner.hide_outputs
-        chunks = [(request, 1) for request in requests]
-        plans.append(planner.plan([*chunks, (prompt, chunk)] if chunk else chunks))
-    for request in [*requests, prompt]:
-        if request.tables:
-            planner.finish(request)
-    return plans
+    core = CoreDriver(
+        runner.ready(),
+        max_batch_tokens=batch * CONTEXT,
+        max_requests=batch + 1,
+        depth=2,
+        allow_block_sharing=False,
+        safety_margin=0.0,
+    )
+    core.submit_prompts(*[[7] * CONTEXT] * batch, max_tokens=steps + 2)
+    plans = core.plans_without_model()
+    assert len(next(plans).rows) == batch  # the prompts
+    if chunk:
+        core.limit_tokens(batch + chunk)
+        core.submit_prompts([7] * (steps * chunk + 1))
+    return list(itertools.islice(plans, steps))
 
 
 def most_tokens(steps: int) -> int:
     """That one request needs room for, in whole pages."""
     return CONTEXT + steps + PAGE_SIZE
-
-
-def planner_of(runner: Runner) -> Planner:
-    return Planner(runner.pool.geometry, runner.pool.num_chunks, hide_outputs=True)
 
 
 def run(runner: Runner, plans: Sequence[StepPlan], depth: int) -> tuple[float, list[StepResult]]:
@@ -87,14 +85,13 @@ def test_graphs_against_eager(name: str, table: NewTable) -> None:
         costs[graphs] = seconds, before - free_memory(DEVICE) - runner.pool.num_bytes
         if graphs and IS_CUDA:
             assert runner.ready().graph_sizes, "no graph was captured: the log says why"
-        planner = planner_of(runner)
         for batch in BATCHES:
             for chunk in (0, CHUNK):
                 rows = batch - 1 if chunk else batch  # as many requests as graphs have rows for
                 if not rows:
                     continue
                 what = f"{rows} decodes" + (f" + {chunk} of a prompt" if chunk else "")
-                plans = decodes(planner, rows, STEPS + WARM_UP, chunk)
+                plans = decodes(runner, rows, STEPS + WARM_UP, chunk)
                 run(runner, plans[:WARM_UP], 1)
                 spent, results = run(runner, plans[WARM_UP:], 1)
                 device = sum(result.device_microseconds for result in results)
@@ -124,7 +121,6 @@ def test_the_device_is_busy_in_steady_decode(table: NewTable) -> None:
     loaded = random_loaded(name)
     batch = max(BATCHES)
     runner = runner_of(loaded, batch * most_tokens(BUSY_STEPS), graphs=True)
-    planner = planner_of(runner)
     rows = table(
         f"How busy the device is: {batch} rows of {name}",
         ["steps in flight", "ms per step", "steps' own time", "kernels' own time"],
@@ -133,7 +129,7 @@ def test_the_device_is_busy_in_steady_decode(table: NewTable) -> None:
         "time without the profiler.",
     )
     for depth in (1, 2):
-        plans = decodes(planner, batch, BUSY_STEPS)
+        plans = decodes(runner, batch, BUSY_STEPS)
         run(runner, plans[:WARM_UP], depth)
         spent, results = run(runner, plans[WARM_UP:], depth)
         own = sum(result.device_microseconds for result in results) / 1e6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -14,19 +13,9 @@ from protos import admin_pb2_grpc, inference_pb2_grpc
 from scheduler_svc.front.server import Server
 from scheduler_svc.settings.config import Config
 from scheduler_svc.text.tokenizer import Tokenizer
+from tests.support.edge import Edge, stop
 from tests.support.fake_engine import FakeEngine, fake_views
 from tests.support.small_tokenizers import chat
-
-
-@dataclass(eq=False)
-class Edge:
-    """Everything a test needs of one running edge."""
-
-    server: Server
-    engine: FakeEngine
-    channel: grpc.aio.Channel
-    inference: Any
-    admin: Any
 
 
 @pytest.fixture
@@ -75,9 +64,3 @@ async def unready_edge(make_edge: Any, config: Config) -> AsyncIterator[Edge]:
     edge = await make_edge(config, is_ready=False)
     yield edge
     await stop(edge)
-
-
-async def stop(edge: Edge) -> None:
-    await edge.channel.close()
-    await edge.server.drain_and_stop()
-    assert edge.engine.live == {}, "a request outlived its client"

@@ -12,7 +12,6 @@ import pytest
 
 from protos import inference_pb2 as pb
 from scheduler_svc.settings.config import Config
-from tests.scheduler.conftest import Edge, stop
 from tests.support.calls import (
     delta,
     generate,
@@ -25,6 +24,7 @@ from tests.support.calls import (
     text_of,
     until,
 )
+from tests.support.edge import Edge, stop
 
 
 @pytest.fixture(autouse=True)

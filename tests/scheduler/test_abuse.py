@@ -18,8 +18,8 @@ from scheduler_svc.front.prompts import MAX_CONVERTED_TOKENS
 from scheduler_svc.front.statuses import MAX_REQUEST_BYTES
 from scheduler_svc.settings.config import Config
 from scheduler_svc.text.tokenizer import Tokenizer
-from tests.scheduler.conftest import Edge, stop
 from tests.support.calls import generate, read_all, says, status_of, text_of
+from tests.support.edge import Edge, stop
 from tests.support.fake_engine import FACTS
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT

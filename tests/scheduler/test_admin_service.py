@@ -11,7 +11,7 @@ import pytest
 
 from protos import admin_pb2 as pb
 from protos import inference_pb2
-from tests.scheduler.conftest import Edge
+from tests.support.edge import Edge
 
 
 def view(request_id: str, state: str = "DECODING", index: int = 0) -> SimpleNamespace:

@@ -11,7 +11,6 @@ from protos import inference_pb2 as pb
 from scheduler_svc.core.request import FinishReason
 from scheduler_svc.errors import QueueFull, RequestFailed
 from scheduler_svc.front.statuses import DETAILS_KEY
-from tests.scheduler.conftest import Edge
 from tests.support.calls import (
     BYTES,
     END,
@@ -25,6 +24,7 @@ from tests.support.calls import (
     text_of,
     until,
 )
+from tests.support.edge import Edge
 from tests.support.fake_engine import FACTS, FakeEngine
 
 

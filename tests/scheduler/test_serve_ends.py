@@ -24,9 +24,9 @@ from scheduler_svc.front.server import INFERENCE, CannotListen, EngineCrashed, M
 from scheduler_svc.settings import systemd
 from scheduler_svc.settings.config import Config
 from scheduler_svc.text.tokenizer import Tokenizer
-from tests.scheduler.conftest import Edge, stop
 from tests.scheduler.test_server import NOT_SERVING, health, process
 from tests.support.calls import SECONDS
+from tests.support.edge import Edge, stop
 from tests.support.fake_engine import FakeEngine, fake_views
 from tests.support.small_tokenizers import chat
 

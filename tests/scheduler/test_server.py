@@ -23,7 +23,7 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from scheduler_svc.front.server import INFERENCE, CannotListen, EngineCrashed, serve
 from scheduler_svc.settings.config import Config
-from tests.scheduler.conftest import Edge, stop
+from tests.support.edge import Edge, stop
 from tests.support.fake_engine import FakeEngine, fake_views
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ import pytest
 from protos import inference_pb2 as pb
 from scheduler_svc.core.request import FinishReason
 from scheduler_svc.errors import RequestFailed
-from tests.scheduler.conftest import Edge
 from tests.support.calls import generate, ids, kinds, read_all, started, status_of, until
+from tests.support.edge import Edge
 from tests.support.fake_engine import FakeEngine
 
 THREE = pb.SamplingParams(n=3, seed=5)

@@ -11,7 +11,7 @@ from protos import admin_pb2 as pb
 from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.engine.step_feed import QUEUE_LENGTH, StepFeed, StepReport, Watcher
 from scheduler_svc.engine.step_view import StepView
-from tests.scheduler.conftest import Edge
+from tests.support.edge import Edge
 from tests.support.engine_harness import Bench
 
 

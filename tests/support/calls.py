@@ -10,7 +10,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from scheduler_svc.engine.events import Delta
-from tests.scheduler.conftest import Edge
+from tests.support.edge import Edge
 from tests.support.fake_engine import FakeEngine
 from tests.support.small_tokenizers import byte_level
 

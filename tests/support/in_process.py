@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from scheduler_svc.core.limits import Geometry, GroupGeometry, Limits, why_never_fits
-from scheduler_svc.core.policies import POLICIES
-from scheduler_svc.core.request import NewRequest
-from scheduler_svc.core.scheduler import Scheduler
+import numpy as np
+import torch
+
+from protos.plan import StepPlan, StepResult
+from scheduler_svc.core.request import NewRequest, Sampling
 from scheduler_svc.engine.views import get_cache
 from tests.support.check import check
+from tests.support.core_driver import CoreDriver
+from tests.support.loading import configure
 from tests.support.runners import pad_steps
-from tests.worker.conftest import configure
 from worker.model.load import LoadedModel
 from worker.runner import Runner, RunningStep
+from worker.step import sampler
+from worker.step.sampler import SampleRows
+
+Sample = Callable[[torch.Tensor, SampleRows], torch.Tensor]
+Answerer = tuple[str, int]  # request_id and sibling index
+_Logits = dict[Answerer, dict[int, torch.Tensor]]  # [V] by the position of the sampled token
 
 
 @dataclass
 class Served:
     """What came of a run."""
 
-    tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    tokens: dict[Answerer, list[int]] = field(default_factory=dict)
+    # [tokens, V] that they were sampled from
+    logits: dict[Answerer, torch.Tensor] = field(default_factory=dict)
     steps: int = 0
     cached_tokens: int = 0
     offloads: int = 0
@@ -30,6 +42,12 @@ class Served:
     soft_resets: int = 0
     tail_copies: int = 0
     utilisation: list[float] = field(default_factory=list)  # after each step
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    tokens: list[int]
+    logits: torch.Tensor  # [tokens, V] that they were sampled from
 
 
 class InProcess:
@@ -50,71 +68,116 @@ class InProcess:
         is_padded: bool = False,
         **settings: Any,
     ) -> None:
+        configured = {**settings, "page_size": loaded.geometry.page_size}
         told = configure(
-            max_batch_tokens=max_batch_tokens,
-            max_requests_per_batch=max_requests,
-            page_size=loaded.geometry.page_size,
-            **settings,
+            max_batch_tokens=max_batch_tokens, max_requests_per_batch=max_requests, **configured
         )
+        self.loaded = loaded
         self.runner = Runner(loaded, told, chunks + 2, swap_chunks)
         if is_padded:
             pad_steps(self.runner)
-        ready = self.runner.ready()
-        geometry = Geometry(
-            page_size=ready.page_size,
-            num_chunks=ready.num_chunks,
-            chunk_bytes=ready.chunk_bytes,
-            groups=tuple(
-                GroupGeometry(g.kind, len(g.layers), g.blocks_per_chunk, g.sliding_window)
-                for g in ready.groups
-            ),
-            max_model_len=ready.max_model_len,
-            num_swap_chunks=ready.num_swap_chunks,
+        self.core = CoreDriver(
+            self.runner.ready(),
+            max_batch_tokens=max_batch_tokens,
+            max_requests=max_requests,
+            policy=policy,
+            depth=depth,
+            allow_block_sharing=allow_block_sharing,
+            safety_margin=safety_margin,
         )
-        order = POLICIES[policy]
-        margin = order.safety_margin if safety_margin is None else safety_margin
-        limits = Limits(max_batch_tokens, max_requests, 0, margin, depth, allow_block_sharing)
-        self.scheduler = Scheduler(limits, geometry, order)
-        self.state = self.scheduler.state
+        self.state = self.core.state
         self.launched: deque[RunningStep] = deque()
+        self.logits: list[torch.Tensor] = []  # [S, V] of every step that sampled
+        self.sample_with(sampler.sample)
 
-    def serve(self, requests: list[NewRequest]) -> Served:
-        """All at once, to the end. Rows and blocks are all free after that."""
+    def sample_with(self, choose: Sample) -> None:
+        """From now on `choose` takes the sampler's place; logits are kept all the same."""
+
+        def sample(logits: torch.Tensor, samples: SampleRows) -> torch.Tensor:
+            self.logits.append(logits.clone())
+            return choose(logits, samples)
+
+        self.runner.sample = sample
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Runs a plan, whether the core made it or not, and waits for its result."""
+        return self.runner.launch(plan).wait()
+
+    def next_step(self) -> tuple[StepPlan, StepResult]:
+        """Plans, runs and absorbs one step."""
+        plan = self.core.plan()
+        assert plan is not None, "nothing to plan"
+        result = self.step(plan)
+        self.core.absorb(result)
+        return plan, result
+
+    def first_plan(self, *prompts: Sequence[int], max_tokens: int = 1) -> StepPlan:
+        """The next plan, after greedy requests with these prompts were submitted."""
+        self.core.submit_prompts(*prompts, max_tokens=max_tokens)
+        plan = self.core.plan()
+        assert plan is not None, "nothing to plan"
+        return plan
+
+    def answers(
+        self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], stagger: int = 0
+    ) -> list[Answer]:
+        """Greedy answers; request i arrives at turn i * stagger."""
+        requests = [
+            NewRequest(f"r{i}", prompt, count, Sampling(0))
+            for i, (prompt, count) in enumerate(zip(prompts, max_tokens, strict=True))
+        ]
+        served = self.serve(requests, stagger)
+        return [Answer(served.tokens[who], served.logits[who]) for who in served.tokens]
+
+    def serve(self, requests: list[NewRequest], stagger: int = 0) -> Served:
+        """All of them to the end; request i arrives at turn i * stagger. Rows and blocks are all
+        free after that."""
         state, served = self.state, Served()
-        for new in requests:
-            reason = why_never_fits(state.geometry, len(new.prompt_token_ids), new.max_tokens)
-            assert reason is None, reason
-            for request in self.scheduler.submit(new):
-                served.tokens[request.request_id, request.index] = request.token_ids
-        prompts = {new.request_id: len(new.prompt_token_ids) for new in requests}
-        before = (
-            state.counters.offloads,
-            state.counters.restores,
-            state.counters.soft_resets,
-            state.memory.prefix_cache.num_hit,
-        )
-        while state.requests or self.launched:
-            self._turn(served)
+        logits: _Logits = defaultdict(dict)
+        waiting = deque(enumerate(requests))
+        counted = self._counters()
+        for turn in itertools.count():
+            while waiting and turn >= stagger * waiting[0][0]:
+                for request in self.core.submit(waiting.popleft()[1]):
+                    served.tokens[request.request_id, request.index] = request.token_ids
+            if not (waiting or state.requests or self.launched):
+                break
+            self._turn(served, logits)
         check(state)
         assert state.memory.device.is_free
-        served.tokens = {who: t[prompts[who[0]] :] for who, t in served.tokens.items()}
-        after = (
-            state.counters.offloads,
-            state.counters.restores,
-            state.counters.soft_resets,
-            state.memory.prefix_cache.num_hit,
-        )
+        prompts = {new.request_id: len(new.prompt_token_ids) for new in requests}
+        for who, token_ids in served.tokens.items():
+            start = prompts[who[0]]
+            served.tokens[who] = token_ids[start:]
+            positions = range(start, len(token_ids))
+            served.logits[who] = torch.stack([logits[who][at] for at in positions])
         served.offloads, served.restores, served.soft_resets, served.cached_tokens = (
-            now - then for now, then in zip(after, before, strict=True)
+            now - then for now, then in zip(self._counters(), counted, strict=True)
         )
         return served
 
-    def _turn(self, served: Served) -> None:
-        while (plan := self.scheduler.plan()) is not None:
-            step = self.state.in_flight[-1]
+    def _counters(self) -> tuple[int, int, int, int]:
+        counters, hits = self.state.counters, self.state.memory.prefix_cache.num_hit
+        return counters.offloads, counters.restores, counters.soft_resets, hits
+
+    def _turn(self, served: Served, logits: _Logits) -> None:
+        while (plan := self.core.plan()) is not None:
             served.steps += 1
-            served.tail_copies += len(step.transfers.copy)
+            served.tail_copies += len(plan.copy)
             served.utilisation.append(get_cache(self.state).utilisation)
+            num_sampled = len(self.logits)
             self.launched.append(self.runner.launch(plan))
-        assert self.launched, "wedged"
-        self.scheduler.absorb(self.launched.popleft().wait())
+            if len(self.logits) > num_sampled:
+                self._note_logits(plan, logits)
+        if self.launched:
+            self.core.absorb(self.launched.popleft().wait())
+        else:
+            assert not self.state.requests, "wedged"
+
+    def _note_logits(self, plan: StepPlan, logits: _Logits) -> None:
+        """Every sample follows the last token of a row: where that row then ends."""
+        sampled = plan.logits_indices[plan.sample_logits]
+        ends = plan.seq_lens[np.searchsorted(plan.query_start_loc, sampled, side="right") - 1]
+        for row, end, of in zip(plan.sample_rows, ends, self.logits[-1], strict=True):
+            request = self.state.rows.running[int(row)]
+            logits[request.request_id, request.index][int(end)] = of

@@ -1,4 +1,4 @@
-"""`python -P -m tests.scheduler.serving_process`: `serve` as a process, with a fake engine.
+"""`python -P -m tests.support.serving_process`: `serve` as a process, with a fake engine.
 
 Answers every request with one "x" and then says no more, so that a test decides how it ends.
 Prints its port once it listens.

@@ -1,4 +1,4 @@
-"""`python -P -m tests.scheduler.simulated_worker ADDRESS`: a worker whose device only waits.
+"""`python -P -m tests.support.simulated_worker ADDRESS`: a worker whose device only waits.
 
 It speaks the real link. A step takes `--step-ms` of time and no CPU, as on a GPU: it begins when
 its plan is there and the step before has ended, whichever is later; its result is sent when it

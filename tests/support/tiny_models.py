@@ -61,7 +61,7 @@ def qwen2() -> PreTrainedConfig:
 
 
 def qwen3() -> PreTrainedConfig:
-    """With a head_dim that is not hidden_size / heads, and q and k norms."""
+    """head_dim differs from hidden_size / heads; q and k have norms."""
     return Qwen3Config(**{**_SHAPE, "head_dim": 16})
 
 

@@ -13,9 +13,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support import tiny_models
 from tests.support.attention_cases import CALLS, CPU, TOLERANCE, Case, attend, by_hand, make_case
-from tests.support.planner import serve
+from tests.support.in_process import InProcess
+from tests.support.loading import load
 from tests.support.tiny_models import gemma2, gpt_oss, llama
+from worker import runner
 from worker.attention.cuda import TritonBackend
 from worker.attention.reference import ReferenceBackend
 
@@ -170,17 +173,17 @@ def test_more_requests_than_are_planned_at_once(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [llama, gemma2, gpt_oss])
-def test_models_answer_as_with_the_reference(served, family):
+def test_models_answer_as_with_the_reference(tmp_path, monkeypatch, family):
     """The backend within a step: strides as models hand them over, several cache groups, chunks,
     decodes beside them, each family's window, softcap and sinks."""
     prompts, max_tokens = [[5, 6, 7], [9] * 40, list(range(20, 91))], [3, 4, 3]
+    tiny_models.save(family(), tmp_path)
+    loaded = load(tmp_path)
     answers = []
     for chosen in (ReferenceBackend(), backend(split=64)):
-        it = served(family)
-        it.runner._forward._backend = chosen
-        answers.append(
-            serve(it.runner, it.planner, it.sample, prompts, max_tokens, chunk=33, stagger=1)
-        )
+        monkeypatch.setattr(runner, "choose_backend", lambda *_, chosen=chosen: chosen)
+        it = InProcess(loaded, max_batch_tokens=33)
+        answers.append(it.answers(prompts, max_tokens, stagger=1))
     for one, other in zip(*answers, strict=True):
         assert one.tokens == other.tokens
         assert (one.logits - other.logits).abs().max() < 1e-4

@@ -3,46 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from protos.plan import StepPlan
 from scheduler_svc.core.request import NewRequest, Sampling
 from tests.support import tiny_models
 from tests.support.in_process import InProcess
-from tests.worker.conftest import load
-from worker.model.load import LoadedModel
-from worker.runner import RunningStep
-from worker.step.sampler import SampleRows
-
-Logits = dict[tuple[str, int], torch.Tensor]  # of the token at a position of a request
-
-
-class Recording:
-    """Serves requests and keeps the logits that each token was chosen from."""
-
-    def __init__(self, loaded: LoadedModel, **settings: Any) -> None:
-        self.process = InProcess(loaded, deterministic=True, **settings)
-        self.logits: Logits = {}
-        runner = self.process.runner
-        self._launch, self._sample = runner.launch, runner.sample
-        runner.launch, runner.sample = self.launch, self.sample  # type: ignore[method-assign]
-
-    def launch(self, plan: StepPlan) -> RunningStep:
-        step = self.process.state.in_flight[-1]
-        self._samples = [
-            (step.requests[named].request_id, int(step.ends[place]))
-            for place, named in zip(step.sampled.tolist(), step.sampled_for.tolist(), strict=True)
-        ]
-        return self._launch(plan)
-
-    def sample(self, logits: torch.Tensor, samples: SampleRows) -> torch.Tensor:
-        for token, row in zip(self._samples, logits, strict=True):
-            assert token not in self.logits, "a token was sampled twice"
-            self.logits[token] = row.clone()
-        return self._sample(logits, samples)
+from tests.support.loading import load
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -60,12 +28,13 @@ def test_bits_survive_company_chunks_and_preemption(name: str, tmp_path: Path) -
         )
         for i, length in enumerate((3, 33, 50, 20, 41, 14))
     ]
-    alone = Recording(loaded, max_batch_tokens=100, allow_block_sharing=False)
+    alone = InProcess(loaded, deterministic=True, max_batch_tokens=100, allow_block_sharing=False)
+    expected = {}
     for new in requests:
-        alone.process.serve([new])
-    assert len(alone.logits) == 6 * 12
+        expected |= alone.serve([new]).logits
+    assert sum(map(len, expected.values())) == 6 * 12
 
-    small = alone.process.state.geometry.chunks_at_most(62)
+    small = alone.state.geometry.chunks_at_most(62)
     for settings in (
         {},
         {"max_batch_tokens": 8},
@@ -73,10 +42,10 @@ def test_bits_survive_company_chunks_and_preemption(name: str, tmp_path: Path) -
         {"chunks": small, "max_batch_tokens": 9, "safety_margin": 0.0},
         {"chunks": small, "max_batch_tokens": 9, "safety_margin": 0.0, "swap_chunks": 40},
     ):
-        other = Recording(loaded, **settings)
-        served = other.process.serve(requests)
+        other = InProcess(loaded, deterministic=True, **settings)
+        served = other.serve(requests)
         if "chunks" in settings:
             assert served.offloads if "swap_chunks" in settings else served.soft_resets
-        assert other.logits.keys() == alone.logits.keys()
-        for token, row in alone.logits.items():
-            assert torch.equal(other.logits[token], row), (settings, token)
+        assert sum(map(len, other.logits)) == 6 * 12, "a token was sampled twice"
+        for who, rows in expected.items():
+            assert torch.equal(served.logits[who], rows), (settings, who)

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from scheduler_svc.core.request import NewRequest, Sampling
-from tests.families.tiny_configs import tiny_config
 from tests.support import tiny_models
+from tests.support.family_configs import tiny_config
 from tests.support.in_process import InProcess, Served
-from tests.worker.conftest import PAGE_SIZE, load
+from tests.support.loading import PAGE_SIZE, load
+from tests.support.oracle import generate
 from worker.model.load import LoadedModel
 
 LENGTHS = (3, 33, 9, 64, 20, 41, 50, 14)
@@ -46,7 +47,10 @@ class Family:
             NewRequest(f"r{i}", prompt, count, Sampling(temperature=0))
             for i, (prompt, count) in enumerate(zip(prompts, MAX_TOKENS, strict=True))
         ]
-        self.right: Tokens = {(new.request_id, 0): generate(model, new) for new in self.requests}
+        self.right: Tokens = {
+            (new.request_id, 0): generate(model, new.prompt_token_ids, new.max_tokens)
+            for new in self.requests
+        }
         self._loaded: dict[int, LoadedModel] = {}
 
     def loaded(self, page_size: int = PAGE_SIZE) -> LoadedModel:
@@ -66,21 +70,6 @@ class Family:
         geometry = InProcess(self.loaded()).state.geometry
         longest = max(a + b for a, b in zip(LENGTHS, MAX_TOKENS, strict=True))
         return geometry.chunks_at_most(longest)
-
-
-def generate(model: PreTrainedModel, new: NewRequest) -> list[int]:
-    ids = torch.tensor([new.prompt_token_ids])
-    model.generation_config.eos_token_id = None
-    with torch.inference_mode():
-        output = model.generate(  # type: ignore[operator]
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            pad_token_id=0,
-            max_new_tokens=new.max_tokens,
-        )
-    tokens: list[int] = output[0, ids.shape[1] :].tolist()
-    return tokens
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 from scheduler_svc.core.request import NewRequest, Sampling
 from tests.support import tiny_models
 from tests.support.in_process import InProcess
-from tests.worker.conftest import load
+from tests.support.loading import load
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

@@ -9,53 +9,19 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from protos import link_pb2
-from protos.plan import StepPlan, StepResult
 from tests.support import tiny_models
-from tests.support.planner import GreedySample, Planner
-from tests.support.runners import run_step
-from worker.model.load import LoadedModel, load_folder
-from worker.runner import Runner
+from tests.support.in_process import InProcess
+from tests.support.loading import load
 
-PAGE_SIZE = 4
-NUM_CHUNKS = 200
-NUM_SWAP_CHUNKS = 40
-
-
-def configure(**settings: Any) -> link_pb2.Configure:
-    defaults = {
-        "device": "cpu",
-        "page_size": PAGE_SIZE,
-        "max_batch_tokens": 256,
-        "max_requests_per_batch": 32,
-        "num_threads": 1,  # tiny models: a second thread costs more than it brings
-    }
-    return link_pb2.Configure(**{**defaults, **settings})
-
-
-def load(path: Path, **settings: Any) -> LoadedModel:
-    return load_folder(str(path), configure(**settings), lambda _what, _share: None)
-
-
-@dataclass(slots=True, eq=False)
-class Served:
-    """A runner with its planner and stand-in sampler."""
-
-    runner: Runner
-    planner: Planner
-    sample: GreedySample
-    loaded: LoadedModel
-
-    def step(self, plan: StepPlan) -> StepResult:
-        return run_step(self.runner, plan)
+# of InProcess, not of Configure: ample memory, where nothing that is cached is found again
+ROOMY: Final = {"chunks": 198, "swap_chunks": 40, "max_requests": 32, "allow_block_sharing": False}
 
 
 @pytest.fixture(scope="session")
@@ -73,17 +39,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path,
 
 
 @pytest.fixture
-def served(saved: Callable[..., tuple[Path, PreTrainedModel]]) -> Callable[..., Served]:
-    """A fresh runner over a tiny model; settings go into Configure."""
+def served(saved: Callable[..., tuple[Path, PreTrainedModel]]) -> Callable[..., InProcess]:
+    """A tiny model with a fresh runner and a fresh core; other settings go into Configure."""
 
     def make(
-        config: Callable[[], PreTrainedConfig], *, hide_outputs: bool = False, **settings: Any
-    ) -> Served:
-        loaded = load(saved(config)[0], **settings)
-        runner = Runner(loaded, configure(**settings), NUM_CHUNKS, NUM_SWAP_CHUNKS)
-        runner.sample = sample = GreedySample()
-        planner = Planner(loaded.geometry, NUM_CHUNKS, hide_outputs=hide_outputs)
-        return Served(runner, planner, sample, loaded)
+        config: Callable[[], PreTrainedConfig], *, depth: int = 1, **settings: Any
+    ) -> InProcess:
+        settings = {"max_batch_tokens": 256, **settings}
+        own = {name: settings.pop(name, value) for name, value in ROOMY.items()}
+        return InProcess(load(saved(config)[0], **settings), depth=depth, **own, **settings)
 
     return make
 

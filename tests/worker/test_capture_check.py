@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support import tiny_models
-from tests.worker.conftest import load
+from tests.support.loading import load
 from worker.model.capture_check import why_not_capturable
 
 # grouped expert products are there for bfloat16 only, and tiny models are float32

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.loading import load
 from tests.support.tiny_models import llama, phimoe
-from tests.worker.conftest import load
 from worker.kv.geometry import UnsupportedModel
 
 Tensors = dict[str, torch.Tensor]

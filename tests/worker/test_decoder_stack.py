@@ -10,17 +10,18 @@ from torch import nn
 
 from tests.bench.step_speed import load as load_smollm2
 from tests.bench.step_speed import step_of
-from tests.support.planner import Answer, GreedySample, Planner, Request, serve
+from tests.support.in_process import Answer, InProcess
+from tests.support.loading import load
+from tests.support.plan_builder import with_samples
 from tests.support.runners import unfuse_model
 from tests.support.tiny_models import gemma2, gemma3, llama, olmo2, phi3, smollm3
-from tests.worker.conftest import NUM_CHUNKS, Served, configure, load
 from worker.cpu_layers.decoder_layer import FusedLayer, Workspace
 from worker.cpu_layers.decoder_stack import DecoderStack
 from worker.cpu_layers.fusing import fuse_model
 from worker.cpu_layers.packed_linear import PackedLinear
-from worker.runner import Runner
 
 MAX_TOKENS = [4, 2, 4, 3, 2, 3]
+CHUNKED = {"max_batch_tokens": 29, "max_requests": 8}
 
 
 def fused_layers(model: nn.Module) -> list[FusedLayer]:
@@ -28,7 +29,7 @@ def fused_layers(model: nn.Module) -> list[FusedLayer]:
     return [forward for forward in forwards if isinstance(forward, FusedLayer)]
 
 
-def one_by_one(it: Served) -> Served:
+def one_by_one(it: InProcess) -> InProcess:
     for layer in fused_layers(it.loaded.model):
         layer.stack = None
     return it
@@ -48,8 +49,8 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-def answers(it: Served, prompts: list[list[int]], chunk: int = 29) -> list[Answer]:
-    return serve(it.runner, it.planner, it.sample, prompts, MAX_TOKENS, chunk=chunk, stagger=1)
+def answers(it: InProcess, prompts: list[list[int]]) -> list[Answer]:
+    return it.answers(prompts, MAX_TOKENS, stagger=1)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def answers(it: Served, prompts: list[list[int]], chunk: int = 29) -> list[Answe
     ],
 )
 def test_bits_are_those_of_layer_by_layer(
-    served: Callable[..., Served],
+    served: Callable[..., InProcess],
     prompts: list[list[int]],
     computed: list[int],
     make: Callable[[], object],
@@ -74,7 +75,11 @@ def test_bits_are_those_of_layer_by_layer(
 ) -> None:
     """Chunked, mixed and decode steps: a stage that reads before all threads have written, or
     another layer's window, tables, pages or embeddings, changes logits or keys and values."""
-    settings = {"num_threads": num_threads, "weight_format": weight_format}
+    settings = {
+        "num_threads": num_threads,
+        "weight_format": weight_format,
+        **CHUNKED,
+    }
     one, other = served(make, **settings), one_by_one(served(make, **settings))
     found = answers(one, prompts)
     num_steps = len(computed)
@@ -88,7 +93,7 @@ def test_bits_are_those_of_layer_by_layer(
 
 @pytest.mark.parametrize(("make", "weight_format"), [(llama, "int8"), (gemma3, "float32")])
 def test_long_steps_go_through_a_layer_in_parts(
-    served: Callable[..., Served],
+    served: Callable[..., InProcess],
     make: Callable[[], object],
     weight_format: str,
 ) -> None:
@@ -98,53 +103,50 @@ def test_long_steps_go_through_a_layer_in_parts(
     settings = {"num_threads": 2, "weight_format": weight_format, "max_batch_tokens": 360}
     one, other = served(make, **settings), one_by_one(served(make, **settings))
     for it in (one, other):
-        requests = [Request(prompt, 1, row=row) for row, prompt in enumerate(prompts)]
-        it.step(it.planner.plan([(request, 90) for request in requests]))
+        it.step(it.first_plan(*prompts))
     assert torch.equal(one.runner.pool.memory, other.runner.pool.memory)
 
 
 def test_the_last_layer_ends_with_the_rows_that_become_logits(
-    served: Callable[..., Served],
+    served: Callable[..., InProcess],
 ) -> None:
     """Its MLP for all others is thrown away: a prompt's rows are most of what is computed."""
-    one, other = served(llama), one_by_one(served(llama))
+    settings = {"max_batch_tokens": 34}
+    one, other = served(llama, **settings), one_by_one(served(llama, **settings))
     hidden: list[torch.Tensor] = []
     for it in (one, other):
         norm = it.loaded.model.base_model.norm
         norm.register_forward_pre_hook(lambda _, args: hidden.append(args[0][0].clone()))
-        prompts = [[3 * j + 2 for j in range(20)], [5 * j + 1 for j in range(12)], [7, 8, 9]]
-        requests = [Request(prompt, 1, row=row) for row, prompt in enumerate(prompts)]
-        plan = it.planner.plan(list(zip(requests, (20, 11, 3), strict=True)))
-        assert plan.logits_indices.tolist() == [19, 33]  # the second prompt goes on
+        prompts = [[3 * j + 2 for j in range(20)], [7, 8, 9], [5 * j + 1 for j in range(12)]]
+        plan = it.first_plan(*prompts)
+        assert plan.logits_indices.tolist() == [19, 22]  # the third prompt goes on
         it.step(plan)
     same = (hidden[0] == hidden[1]).all(dim=1).nonzero().flatten().tolist()
-    assert same == [19, 33]
+    assert same == [19, 22]
 
 
 def test_other_backends_get_layer_by_layer(
-    served: Callable[..., Served], prompts: list[list[int]], computed: list[int]
+    served: Callable[..., InProcess], prompts: list[list[int]], computed: list[int]
 ) -> None:
     """The reference is the oracle: a stack that answered in its place would hide its own errors."""
-    found = answers(served(llama, attention="reference"), prompts)
+    found = answers(served(llama, attention="reference", **CHUNKED), prompts)
     assert not computed
-    for one, other in zip(found, answers(served(llama), prompts), strict=True):
+    for one, other in zip(found, answers(served(llama, **CHUNKED), prompts), strict=True):
         assert one.tokens == other.tokens
 
 
 def test_each_pool_has_its_own_pages(
-    served: Callable[..., Served], prompts: list[list[int]]
+    served: Callable[..., InProcess], prompts: list[list[int]]
 ) -> None:
     """Addresses of pages are kept from step to step: those of another runner's pool, or of one that
     is gone, would be written to."""
-    it = served(llama)
+    it = served(llama, **CHUNKED)
     expected = answers(it, prompts)
     for _ in range(2):
-        runner = Runner(it.loaded, configure(), NUM_CHUNKS)
-        runner.sample = sample = GreedySample()
-        again = Served(runner, Planner(it.loaded.geometry, NUM_CHUNKS), sample, it.loaded)
+        again = InProcess(it.loaded, chunks=198, allow_block_sharing=False, **CHUNKED)
         for one, other in zip(answers(again, prompts), expected, strict=True):
             assert one.tokens == other.tokens
-        assert torch.equal(runner.pool.memory, it.runner.pool.memory)
+        assert torch.equal(again.runner.pool.memory, it.runner.pool.memory)
 
 
 def scaled(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -162,15 +164,13 @@ def test_a_model_that_computes_between_layers_has_no_stack(saved: Callable[..., 
 
 
 def test_a_model_that_begins_to_compute_between_layers_is_stopped(
-    served: Callable[..., Served],
+    served: Callable[..., InProcess],
 ) -> None:
     """A branch that was not taken when the model was loaded must not be left out silently."""
     it = served(llama)
     hook = it.loaded.model.base_model.layers[2].register_forward_pre_hook(scaled)
-    plan = it.planner.plan([(Request([5, 6, 7], 1, row=0), 3)])
-    with pytest.raises(
-        RuntimeError, match="layer 2 does not receive what the layer before it returned"
-    ):
+    plan = it.first_plan([5, 6, 7])
+    with pytest.raises(RuntimeError, match="layer 2 does not get what the one before it gave"):
         it.step(plan)
     hook.remove()
     assert it.step(plan).is_finite.tolist() == [1]
@@ -192,9 +192,9 @@ def test_the_embedded_model_is_served_by_a_stack_over_narrow_weights(
 
 
 def test_a_token_that_is_named_often_stays_within_the_workspace(
-    served: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+    served: Callable[..., InProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DESIGN allows several logits of a row; more of them than tokens wrote behind the arrays."""
+    """A row may have several logits; more of them than tokens once wrote behind the arrays."""
     guarded: dict[str, torch.Tensor] = {}
     reserve = Workspace.reserve
 
@@ -207,10 +207,8 @@ def test_a_token_that_is_named_often_stays_within_the_workspace(
 
     it = served(olmo2, num_threads=1)  # as many heads for keys as for queries
     monkeypatch.setattr(Workspace, "reserve", reserve_and_guard)
-    plan = it.planner.plan(
-        [(Request(list(range(3, 11)), 1, row=0), 8)], logits_indices=[7] * 12, sample_logits=[0]
-    )
-    it.step(plan)
+    plan = it.first_plan(range(3, 11))
+    it.step(with_samples(plan, logits_indices=[7] * 12, sample_logits=[0], sample_rows=[0]))
     assert guarded
     for name, memory in guarded.items():
         assert (memory[len(memory) // 2 :] == 7.0).all(), f"{name} was written beyond its end"

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import DbrxConfig, MixtralConfig
 
-from tests.support.planner import Planner, serve
+from tests.support.loading import configure, load
+from tests.support.plan_builder import blocks_of
 from tests.support.tiny_models import cohere2, gemma3, gpt2, llama, phimoe, wide_llama
-from tests.worker.conftest import configure, load
 from worker.cpu_layers.deterministic import RowBits, check_dense, check_layer_bits, check_row_bits
 from worker.kv.geometry import UnsupportedModel
 from worker.runner import Runner
@@ -30,7 +30,7 @@ MAX_TOKENS = [3, 2, 3, 2, 2, 3]
 def test_logits_are_bitwise_equal_alone_batched_and_chunked(
     served, prompts, make, num_threads, weight_format
 ):
-    """The promise itself (worker notes, section 9): every logit of six requests, alone and whole
+    """The promise itself: every logit of six requests, alone and whole
     against staggered, chunked, mixed. One kernel that takes another path breaks it."""
     settings = {
         "deterministic": True,
@@ -38,15 +38,12 @@ def test_logits_are_bitwise_equal_alone_batched_and_chunked(
         "page_size": 16,
         "weight_format": weight_format,
     }
-    alone = []
+    it, alone = served(make, **settings), []
     for prompt, count in zip(prompts, MAX_TOKENS, strict=True):
-        it = served(make, **settings)
-        alone += serve(it.runner, it.planner, it.sample, [prompt], [count])
+        alone += it.answers([prompt], [count])
     for chunk, stagger in ((48, 1), (7, 0)):
-        it = served(make, **settings)
-        together = serve(
-            it.runner, it.planner, it.sample, prompts, MAX_TOKENS, chunk=chunk, stagger=stagger
-        )
+        it = served(make, max_batch_tokens=chunk, max_requests=7, **settings)
+        together = it.answers(prompts, MAX_TOKENS, stagger)
         for one, other in zip(alone, together, strict=True):
             assert one.tokens == other.tokens
             assert torch.equal(one.logits, other.logits)
@@ -67,7 +64,7 @@ def test_unpacked_rows_are_padded_to_multiples_of_four(served, weight_format, ri
     it.loaded.model.lm_head.register_forward_hook(
         lambda _module, _inputs, output: rows.append(output.shape[1])
     )
-    serve(it.runner, it.planner, it.sample, [[5, 6, 7, 8, 9]], [2])
+    it.answers([[5, 6, 7, 8, 9]], [2])
     assert rows == right
 
 
@@ -218,9 +215,7 @@ def test_refused_without_a_compiler(saved, monkeypatch, tmp_path):
 def test_padding_never_touches_a_request(served):
     """Padding must write into its reserved chunk only, and read nothing but zeros."""
     it = served(llama, deterministic=True, weight_format="unpacked")
-    planner: Planner = it.planner
-    serve(it.runner, planner, it.sample, [[5, 6, 7]], [1])
-    pool = it.runner.pool.blocks(0)
-    assert not pool[0].any()
-    assert pool[1].any()
-    assert not pool[planner.free[:-1]].any()
+    plan = it.first_plan([5, 6, 7])
+    it.step(plan)
+    written = it.runner.pool.blocks(0).flatten(1).any(dim=1).nonzero().flatten().tolist()
+    assert written == [1, *blocks_of(plan, plan.rows[0])]

@@ -8,17 +8,17 @@ import pytest
 import torch
 from transformers import LlamaConfig, Ministral3Config
 
-from tests.support.planner import Answer, GreedySample, Planner, Request, serve
+from tests.support.in_process import Answer, InProcess
+from tests.support.loading import load
 from tests.support.runners import unfuse_model
 from tests.support.tiny_models import SERVED, build, gemma3, llama, olmo2, phi3, qwen3, smollm3
-from tests.worker.conftest import NUM_CHUNKS, Served, configure, load
 from worker.cpu_layers.decoder_layer import FusedLayer
 from worker.cpu_layers.fusing import fuse_model, tried_positions
-from worker.runner import Runner
 
 # what is not built like llama: learned positions, LayerNorm, experts, attention beside the MLP
 UNLIKE = {"gpt2", "gpt_oss", "cohere2", "phimoe"}
 MAX_TOKENS = [4, 2, 4, 3, 2, 3]
+CHUNKED = {"max_batch_tokens": 29, "max_requests": 8}
 
 
 def fused_layers(model) -> list[FusedLayer]:
@@ -35,14 +35,14 @@ def num_stacked(model) -> int:
 
 
 def answers(it, prompts) -> list[Answer]:
-    return serve(it.runner, it.planner, it.sample, prompts, MAX_TOKENS, chunk=29, stagger=1)
+    return it.answers(prompts, MAX_TOKENS, stagger=1)
 
 
 @pytest.mark.parametrize("family", SERVED)
 def test_fused_and_plain_give_the_same_tokens(served, prompts, family):
     """The twin of every family: biases, norms of heads, partial rotary embedding, none at all,
     norms on both sides. And the families that should be fused are, or speed goes unnoticed."""
-    fused, plain = served(SERVED[family]), served(SERVED[family])
+    fused, plain = (served(SERVED[family], **CHUNKED) for _ in range(2))
     layers = plain.loaded.geometry.num_layers
     assert num_fused(fused.loaded.model) == num_stacked(fused.loaded.model)
     assert num_fused(fused.loaded.model) == (0 if family in UNLIKE else layers)
@@ -58,8 +58,7 @@ def test_fused_and_plain_give_the_same_tokens(served, prompts, family):
 def test_other_weight_formats_are_fused_too(served, prompts, make, weight_format):
     """int8 quantises activations before each product, once for layers that share an input. There
     a rounding error may put one on the other side of half a step, which later layers see."""
-    fused = served(make, weight_format=weight_format)
-    plain = served(make, weight_format=weight_format)
+    fused, plain = (served(make, weight_format=weight_format, **CHUNKED) for _ in range(2))
     assert num_fused(fused.loaded.model) == plain.loaded.geometry.num_layers
     unfuse_model(plain.loaded.model)
     one, other = answers(fused, prompts)[4], answers(plain, prompts)[4]
@@ -84,8 +83,6 @@ def test_int8_layers_over_one_input_may_differ_in_what_they_make_of_it(
     found = []
     for is_fused in (True, False):
         loaded = load(tmp_path, weight_format="int8")
-        runner = Runner(loaded, configure(), NUM_CHUNKS)
-        runner.sample = sample = GreedySample()
         assert num_fused(loaded.model) == loaded.geometry.num_layers
         attention = loaded.model.base_model.layers[0].self_attn
         storages = {name: layer.storage for name, layer in attention.named_children()}
@@ -94,8 +91,7 @@ def test_int8_layers_over_one_input_may_differ_in_what_they_make_of_it(
         }
         if not is_fused:
             unfuse_model(loaded.model)
-        it = Served(runner, Planner(loaded.geometry, NUM_CHUNKS), sample, loaded)
-        found.append(answers(it, prompts)[4].logits[0])
+        found.append(answers(InProcess(loaded, **CHUNKED), prompts)[4].logits[0])
     one, other = found
     assert (one - other).abs().max() < 5e-3 * other.abs().max()
 
@@ -151,10 +147,10 @@ def scales_queries_by_position() -> Ministral3Config:
 def test_a_scale_that_depends_on_the_position_is_kept(served, saved):
     """At the first positions such a model is like any other; fused, it would answer wrongly from
     its original length on. Where that is never reached, it may be fused."""
-    it = served(scales_queries_by_position)
+    it = served(scales_queries_by_position, **CHUNKED)
     assert num_fused(it.loaded.model) == 0
     prompt = list(range(100))
-    (answer,) = serve(it.runner, it.planner, it.sample, [prompt], [1], chunk=29)
+    (answer,) = it.answers([prompt], [1])
     with torch.inference_mode():
         right = saved(scales_queries_by_position)[1](torch.tensor([prompt])).logits[0, -1]
     assert (answer.logits[0] - right).abs().max() < 1e-3 * right.abs().max()
@@ -243,5 +239,4 @@ def test_non_finite_values_stay_what_they_are(served, value):
     and infinities through, and only into their own row."""
     it = served(llama)
     it.loaded.model.get_input_embeddings().weight.data[6, 3] = value
-    requests = [(Request([5, 6, 7], 1, row=0), 3), (Request([5, 7], 1, row=1), 2)]
-    assert it.step(it.planner.plan(requests)).is_finite.tolist() == [0, 1]
+    assert it.step(it.first_plan([5, 6, 7], [5, 7])).is_finite.tolist() == [0, 1]

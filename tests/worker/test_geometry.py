@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from tests.support import tiny_models
-from tests.support.promised import promised_geometry
+from tests.support.promised_geometry import promised_geometry
 from worker.kv.geometry import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,

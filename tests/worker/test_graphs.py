@@ -11,7 +11,7 @@ import torch
 from scheduler_svc.core.request import NewRequest, Sampling
 from tests.support import recorded_graphs, tiny_models
 from tests.support.in_process import InProcess
-from tests.worker.conftest import load
+from tests.support.loading import load
 from worker.model.load import LoadedModel
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from protos.plan import StepPlan
-from tests.support.planner import plan_of
+from tests.support.plan_builder import plan_of
 from worker.batch.inputs import StepInputs, prepare_inputs
 from worker.batch.padding import row_shape
 from worker.batch.plan_values import InvalidPlan, PlanBounds, check_plan

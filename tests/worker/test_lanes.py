@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.support.planner import Request
 from tests.support.tiny_models import llama
 from worker import runner as runner_module
 from worker.process.device_failure import DeviceFailed
+from worker.step.sampler import sample
 
 
 @dataclass
@@ -61,13 +61,13 @@ def test_inputs_of_a_failed_step_are_not_overwritten_under_it(
 ) -> None:
     """What was begun still reads them; the next step would be computed from a mixture."""
     it = served(llama)
-    plan = it.planner.plan([(Request([1, 2, 3], 1, row=0), 3)])
-    it.runner.sample = failing
+    plan = it.first_plan([1, 2, 3])
+    it.sample_with(failing)
     with pytest.raises(RuntimeError, match="a sampler's bug"):
         it.runner.launch(plan)
     inbound, compute, outbound = lanes
     assert (inbound.waited, compute.waited, outbound.waited) == (1, 1, 0)
-    it.runner.sample = it.sample
+    it.sample_with(sample)
     assert len(it.step(plan).token_ids) == 1  # the set is free again
 
 
@@ -76,10 +76,10 @@ def test_a_broken_device_is_told_from_a_failed_step(
 ) -> None:
     """Each step would fail, one request after another be given up, and the worker live on."""
     it = served(llama)
-    it.runner.sample = failing
+    it.sample_with(failing)
     lanes[1].is_broken = True
     with pytest.raises(DeviceFailed, match="a sampler's bug") as caught:
-        it.runner.launch(it.planner.plan([(Request([1, 2, 3], 1, row=0), 3)]))
+        it.runner.launch(it.first_plan([1, 2, 3]))
     assert "illegal memory access" in str(caught.value.__cause__)
 
 
@@ -88,9 +88,9 @@ def test_a_step_whose_result_fails_gives_its_buffers_back(
 ) -> None:
     """Else the launching thread waits for them for ever, and the worker never ends."""
     it = served(llama)
-    requests = [Request([1, 2, 3], 1, row=row) for row in range(3)]
-    launched = [it.runner.launch(it.planner.plan([(request, 3)])) for request in requests[:2]]
+    plan = it.first_plan([1, 2, 3])
+    launched = [it.runner.launch(plan) for _ in range(2)]
     lanes[2].is_broken = True
     with pytest.raises(RuntimeError, match="illegal memory access"):
         launched[0].wait()
-    it.runner.launch(it.planner.plan([(requests[2], 3)]))  # takes the first one's set
+    it.runner.launch(plan)  # takes the first one's set

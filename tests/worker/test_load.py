@@ -14,7 +14,7 @@ from transformers import (
 
 from protos import link_pb2
 from tests.support import tiny_models
-from tests.worker.conftest import load
+from tests.support.loading import load
 from worker.attention.interface import ATTENTION_NAME, register
 from worker.kv.geometry import UnsupportedModel
 from worker.model.embedded import ModelNotFound

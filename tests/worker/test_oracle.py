@@ -7,28 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.planner import GreedySample, Planner, serve
+from tests.support.in_process import InProcess
+from tests.support.loading import load
+from tests.support.oracle import generate
 from tests.support.tiny_models import SERVED, cohere2, gemma2, gemma3, gpt_oss, llama, phi3, qwen3
-from tests.worker.conftest import NUM_CHUNKS, configure, load
 from worker.kv.geometry import FULL_ATTENTION, CacheGeometry
-from worker.runner import Runner
 
 MAX_TOKENS = [12, 3, 9, 12, 6, 10]
-
-
-def generate(model, prompt: list[int], max_tokens: int) -> list[int]:
-    """The greedy answer of transformers, one prompt at a time."""
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=max_tokens,
-            min_new_tokens=max_tokens,
-            pad_token_id=0,
-        )
-    return out[0, len(prompt) :].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +47,9 @@ def test_tokens_equal_generate_alone_and_in_mixed_batches(expected, served, prom
     make, answers = expected
     alone = served(make)
     for prompt, count, answer in zip(prompts, MAX_TOKENS, answers, strict=True):
-        one = serve(alone.runner, alone.planner, alone.sample, [prompt], [count])
-        assert one[0].tokens == answer
-    mixed = served(make)
-    found = serve(
-        mixed.runner, mixed.planner, mixed.sample, prompts, MAX_TOKENS, chunk=13, stagger=2
-    )
+        assert alone.answers([prompt], [count])[0].tokens == answer
+    mixed = served(make, max_batch_tokens=13, max_requests=8)
+    found = mixed.answers(prompts, MAX_TOKENS, stagger=2)
     assert [answer.tokens for answer in found] == answers
 
 
@@ -76,8 +58,8 @@ def test_tokens_equal_generate_alone_and_in_mixed_batches(expected, served, prom
 def test_other_backend_and_page_size_give_the_same_tokens(expected, served, prompts, settings):
     """Guards the twin of the C kernel, and page sizes that prompts do not fill."""
     make, answers = expected
-    it = served(make, **settings)
-    found = serve(it.runner, it.planner, it.sample, prompts, MAX_TOKENS, chunk=9, stagger=1)
+    it = served(make, max_batch_tokens=9, max_requests=8, **settings)
+    found = it.answers(prompts, MAX_TOKENS, stagger=1)
     assert [answer.tokens for answer in found] == answers
 
 
@@ -85,8 +67,8 @@ def test_other_backend_and_page_size_give_the_same_tokens(expected, served, prom
 def test_the_reference_backend_keeps_windows_softcap_and_sinks(expected, served, prompts):
     """The twin of the C kernel for what only these families have."""
     make, answers = expected
-    it = served(make, attention="reference")
-    found = serve(it.runner, it.planner, it.sample, prompts, MAX_TOKENS, chunk=11, stagger=1)
+    it = served(make, attention="reference", max_batch_tokens=11, max_requests=8)
+    found = it.answers(prompts, MAX_TOKENS, stagger=1)
     assert [answer.tokens for answer in found] == answers
 
 
@@ -116,10 +98,8 @@ def test_other_groups_give_the_same_tokens(expected, saved, prompts, change):
     make, answers = expected
     loaded = load(saved(make)[0])
     loaded = replace(loaded, geometry=change(loaded.geometry))
-    runner = Runner(loaded, configure(), 6 * NUM_CHUNKS)
-    runner.sample = sample = GreedySample()
-    planner = Planner(loaded.geometry, 6 * NUM_CHUNKS)
-    found = serve(runner, planner, sample, prompts, MAX_TOKENS, chunk=13, stagger=2)
+    it = InProcess(loaded, chunks=1200, max_batch_tokens=13)
+    found = it.answers(prompts, MAX_TOKENS, stagger=2)
     assert [answer.tokens for answer in found] == answers
 
 
@@ -127,12 +107,12 @@ def test_other_groups_give_the_same_tokens(expected, saved, prompts, change):
 def test_sampled_tokens_stay_on_the_device(expected, served, prompts):
     """Run-ahead plans a token before it is known: the runner must fill in its row's last one."""
     make, answers = expected
-    it = served(make, hide_outputs=True)
-    found = serve(it.runner, it.planner, it.sample, prompts, MAX_TOKENS, chunk=20, stagger=2)
+    it = served(make, depth=2, max_batch_tokens=20, max_requests=8)
+    found = it.answers(prompts, MAX_TOKENS, stagger=2)
     assert [answer.tokens for answer in found] == answers
 
 
-def test_float64_reference_equals_transformers_in_float64(saved, served, prompts):
+def test_float64_reference_equals_transformers_in_float64(saved, prompts):
     """Guards the oracle itself: in float64 no rounding can hide a key too many or too few."""
     path, _ = saved(llama)
     loaded = load(path, weight_format="unpacked")  # packed layers are float32 alone
@@ -143,10 +123,8 @@ def test_float64_reference_equals_transformers_in_float64(saved, served, prompts
         kv_dtype=torch.float64,
         geometry=replace(loaded.geometry, itemsize=8),
     )
-    runner = Runner(wide, configure(attention="reference"), NUM_CHUNKS)
-    runner.sample = sample = GreedySample()
-    planner = Planner(wide.geometry, NUM_CHUNKS)
-    answer = serve(runner, planner, sample, [prompts[4]], [1], chunk=17)[0]
+    it = InProcess(wide, attention="reference", max_batch_tokens=17)
+    answer = it.answers([prompts[4]], [1])[0]
     wide.model.set_attn_implementation("eager")
     with torch.inference_mode():
         direct = wide.model(torch.tensor([prompts[4]])).logits[0, -1].float()

@@ -12,8 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from tests.support import tiny_models
-from tests.support.planner import serve
-from tests.worker.conftest import load
+from tests.support.loading import load
 from worker.cpu_layers.packed_linear import PackedLinear
 from worker.cpu_layers.packing import is_packed, pack_model
 
@@ -22,7 +21,7 @@ COUNTS = (9, 6, 4)
 
 def answers(served, make, prompts, **settings):
     it = served(make, **settings)
-    return serve(it.runner, it.planner, it.sample, prompts[1:4], COUNTS), it.loaded.model
+    return it.answers(prompts[1:4], COUNTS), it.loaded.model
 
 
 @pytest.mark.parametrize("make", tiny_models.SERVED.values(), ids=tiny_models.SERVED.keys())

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.planner import plan_of
+from tests.support.plan_builder import plan_of
 from worker.batch.inputs import prepare_inputs
 from worker.batch.padding import MOST_DECODE_SIZES, PaddedShape, PaddedShapes, row_shape
 from worker.kv.geometry import FULL_ATTENTION, CacheGroup

@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from tests.support.attention_cases import CALLS, TOLERANCE, attend, make_case
-from tests.support.planner import Answer, serve
+from tests.support.in_process import Answer, InProcess
 from tests.support.tiny_models import gemma2, llama
-from tests.worker.conftest import Served
 from tests.worker.test_weight_storage import OUT, WIDE, of_kind
 from worker.attention.cpu import CpuBackend
 from worker.attention.reference import ReferenceBackend
@@ -160,7 +159,7 @@ def test_stored_halves_have_the_same_bits(plain: ctypes.CDLL) -> None:
 @pytest.mark.parametrize("make", [llama, gemma2])  # SiLU; GELU, windows and capped scores
 def test_decoder_layers_agree(
     plain: ctypes.CDLL,
-    served: Callable[..., Served],
+    served: Callable[..., InProcess],
     prompts: list[list[int]],
     make: Callable[[], object],
     weight_format: str,
@@ -168,8 +167,8 @@ def test_decoder_layers_agree(
     """Norms, rotary embedding and activation of a whole model, prompts and decode steps."""
 
     def answers() -> list[Answer]:
-        it = served(make, num_threads=2, weight_format=weight_format)
-        return serve(it.runner, it.planner, it.sample, prompts, [1] * len(prompts), chunk=29)
+        settings = {"num_threads": 2, "weight_format": weight_format, "max_batch_tokens": 40}
+        return served(make, **settings).answers(prompts, [2] * len(prompts))
 
     native = answers()
     with in_place(plain):

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.loading import configure, load
 from tests.support.tiny_models import gemma3, llama
-from tests.worker.conftest import configure, load
 from worker.kv.kv_pool import KvPool
 from worker.kv.swap import SwapPool
 from worker.memory.pool_size import OutOfMemory, free_memory, plan_memory, weight_bytes

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.planner import plan_of
+from tests.support.plan_builder import plan_of
 from worker.batch.inputs import prepare_inputs
 from worker.batch.padding import row_shape
 from worker.kv.geometry import FULL_ATTENTION, CacheGeometry, CacheGroup

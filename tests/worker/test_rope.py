@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PhimoeConfig
 
-from tests.support.planner import serve
+from tests.support.oracle import generate
 from tests.support.tiny_models import build, phi3_longrope, phimoe
-from tests.worker.test_oracle import generate
 from worker.kv.geometry import UnsupportedModel
 from worker.model.rope import pin_longrope
 
@@ -25,23 +24,21 @@ def test_tokens_equal_generate_at_that_length(saved, served, prompts, max_model_
     is_short = max_model_len <= SHORT
     those = [p for p in prompts if len(p) + 6 <= max_model_len and (len(p) < SHORT) == is_short]
     those += [] if is_short or max_model_len < 200 else [those[0][:90]]
-    it = served(phi3_longrope, max_model_len=max_model_len)
+    it = served(phi3_longrope, max_model_len=max_model_len, max_batch_tokens=13, max_requests=8)
     if not those:  # 65 tokens: the long set, by comparison with a longer request
         pinned = it.loaded.model.model.rotary_emb.inv_freq
         longer = served(phi3_longrope, max_model_len=256).loaded.model.model.rotary_emb.inv_freq
         assert torch.equal(pinned, longer)
         return
     answers = [generate(model, prompt, 6) for prompt in those]
-    found = serve(it.runner, it.planner, it.sample, those, [6] * len(those), chunk=13, stagger=1)
+    found = it.answers(those, [6] * len(those), stagger=1)
     assert [answer.tokens for answer in found] == answers
 
 
 def test_a_short_request_does_not_change_beside_a_long_one(served, prompts):
     """The reason for pinning: transformers' choice follows the longest of the flat batch."""
-    alone = served(phi3_longrope)
-    expected = serve(alone.runner, alone.planner, alone.sample, [prompts[2]], [8])[0]
-    it = served(phi3_longrope)
-    beside = serve(it.runner, it.planner, it.sample, [prompts[2], prompts[5]], [8, 8])[0]
+    expected = served(phi3_longrope).answers([prompts[2]], [8])[0]
+    beside = served(phi3_longrope).answers([prompts[2], prompts[5]], [8, 8])[0]
     assert beside.tokens == expected.tokens
     assert torch.allclose(beside.logits, expected.logits, atol=1e-4)
 

@@ -9,69 +9,72 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.planner import Request, plan_of
+from scheduler_svc.core.request import NewRequest, Sampling
+from tests.support.loading import configure, load
+from tests.support.plan_builder import blocks_of, plan_of, with_samples
 from tests.support.tiny_models import llama
-from tests.worker.conftest import configure, load
 from worker.batch.plan_values import InvalidPlan
 from worker.runner import Runner
 
 
 def test_blocks_outside_of_the_plan_stay_byte_identical(served):
     """The one thing that must never happen: a step that writes into another request's KV."""
-    it = served(llama)
+    it = served(llama, max_batch_tokens=14, max_requests=2)
     blocks = it.runner.pool.blocks(0)
     blocks[2:].copy_(torch.randn(blocks[2:].shape))
     before = blocks.clone()
-    first, second = Request([1] * 9, 1, row=0), Request([2] * 6, 1, row=1)
-    it.step(it.planner.plan([(first, 9), (second, 5)]))
+    plan = it.first_plan([1] * 9, [2] * 6)
+    it.step(plan)
     changed = (blocks != before).flatten(1).any(dim=1).nonzero().flatten().tolist()
-    assert changed == sorted(first.table + second.table)
-    # the third page of `first` holds one token: the others of that page are untouched
-    assert torch.equal(blocks[first.table[2], ..., 1:, :], before[first.table[2], ..., 1:, :])
+    assert plan.seq_lens.tolist() == [9, 5]
+    assert changed == sorted(plan.blocks.tolist())
+    # the third page of the first request holds one token: the others of that page are untouched
+    last = blocks_of(plan, plan.rows[0])[2]
+    assert torch.equal(blocks[last, ..., 1:, :], before[last, ..., 1:, :])
 
 
 def test_stale_values_in_reused_blocks_do_not_matter(served):
     """Blocks come back with another request's KV, be it NaN: only own tokens may be read."""
     answers = []
     for stale in (0.0, math.nan):
-        it = served(llama)
+        it = served(llama, max_batch_tokens=3, max_requests=1)
         it.runner.pool.blocks(0)[2:] = stale
-        request = Request([5, 6, 7, 8, 9, 10], 1, row=0)
-        it.step(it.planner.plan([(request, 3)]))
-        result = it.step(it.planner.plan([(request, 3)]))
-        assert result.is_finite.tolist() == [1]
-        answers.append(it.sample.logits[-1])
+        it.core.submit_prompts([5, 6, 7, 8, 9, 10])
+        for _ in range(2):
+            assert it.next_step()[1].is_finite.tolist() == [1]
+        answers.append(it.logits[-1])
     assert torch.equal(*answers)
 
 
 def test_only_the_row_that_is_not_finite_is_reported(served):
     """One poisoned request must fail alone, sampling or not; its neighbours go on."""
-    it = served(llama, deterministic=True)
-    healthy, poisoned = Request([1, 2, 3], 2, row=4), Request([3, 4, 5, 6, 7, 8], 2, row=2)
-    first = it.step(it.planner.plan([(healthy, 3), (poisoned, 4)]))
-    assert first.is_finite.tolist() == [1, 1]
-    healthy.output.append(int(first.token_ids[0]))
-    it.runner.pool.blocks(0)[poisoned.table[0]] = math.inf
-    for length in (1, 1):  # in the middle of the prompt, then sampling
-        result = it.step(it.planner.plan([(healthy, 1), (poisoned, length)]))
-        assert result.is_finite.tolist() == [1, 0]
-        healthy.output.append(int(result.token_ids[0]))
+    it = served(llama, deterministic=True, max_batch_tokens=7, max_requests=2, depth=2)
+    it.core.submit_prompts([1, 2, 3], range(3, 15), max_tokens=4)
+    first, result = it.next_step()
+    assert result.is_finite.tolist() == [1, 1]
+    it.runner.pool.blocks(0)[blocks_of(first, first.rows[1])[0]] = math.inf
+    # in the middle of the prompt, then sampling: both planned before the scheduler is told
+    for plan in (it.core.plan(), it.core.plan()):
+        assert plan.rows.tolist() == first.rows.tolist()
+        assert it.step(plan).is_finite.tolist() == [1, 0]
+    assert len(plan.sample_rows) == 2
 
 
 def test_logits_that_are_not_finite_are_reported(served):
     """Finite hidden states can still overflow in lm_head; -inf in unused columns is no fault."""
-    it = served(llama, weight_format="unpacked")  # whose weights can be reached
+    # unpacked: weights can be reached
+    it = served(llama, weight_format="unpacked", max_batch_tokens=2, max_requests=1)
     with torch.no_grad():
         it.loaded.model.lm_head.weight[3] = -math.inf
         it.loaded.model.model.embed_tokens.weight[0] = 1.0
     hook = it.loaded.model.lm_head.register_forward_hook(
         lambda _module, _inputs, logits: torch.where(logits.isnan(), -math.inf, logits)
     )
-    request = Request([1, 2, 3], 3, row=0)
-    assert it.step(it.planner.plan([(request, 2)])).is_finite.tolist() == [1]
+    it.core.submit_prompts([1, 2, 3])
+    assert it.next_step()[1].is_finite.tolist() == [1]
     hook.remove()
     it.loaded.model.lm_head.register_forward_hook(lambda _m, _i, logits: logits * math.nan)
-    assert it.step(it.planner.plan([(request, 1)])).is_finite.tolist() == [0]
+    assert it.next_step()[1].is_finite.tolist() == [0]
 
 
 def test_sampling_parameters_reach_the_sampler(served):
@@ -84,7 +87,7 @@ def test_sampling_parameters_reach_the_sampler(served):
         seen.append((logits.dtype, logits.shape, {n: a.tolist() for n, a in arrays.items()}))
         return torch.tensor([5, 6])
 
-    it.runner.sample = sample
+    it.sample_with(sample)
     result = it.step(
         plan_of(
             token_ids=[1, 2, 3],
@@ -122,11 +125,10 @@ def test_logits_are_copied_only_where_samples_need_another_order(served):
     it.loaded.model.lm_head.register_forward_hook(
         lambda _module, _inputs, logits: given.append(logits[0])
     )
-    it.runner.sample = lambda logits, *_: used.append(logits) or logits.argmax(dim=-1)
+    it.sample_with(lambda logits, _: used.append(logits) or logits.argmax(dim=-1))
+    plan = it.first_plan([1, 2], [4, 5])
     for order in ([0, 1], [1, 0]):
-        requests = [Request([1, 2], 1, row=0), Request([4, 5], 1, row=1)]
-        plan = it.planner.plan([(request, 2) for request in requests], sample_logits=order)
-        it.step(plan)
+        it.step(with_samples(plan, plan.logits_indices, order, plan.sample_rows[order]))
         assert torch.equal(used[-1], given[-1][order])
         assert (used[-1].data_ptr() == given[-1].data_ptr()) == (order == [0, 1])
 
@@ -162,60 +164,46 @@ def test_a_plan_of_copies_alone_runs_no_forward(served):
 def test_siblings_are_sampled_from_one_row_of_logits(served):
     """A fork's siblings have computed nothing: they sample from their parent's logits, and go on
     from the token that they drew, which only the device may know yet."""
-    it = served(llama)
-    parent = Request([5, 6, 7, 8, 9, 10], 2, row=1)
+    it = served(llama, depth=2)
+    it.answers([[1], [2], [3]], [2, 3, 1])  # rows come back in no order
     drawn = [[40, 41, 42]]
-    it.runner.sample = lambda logits, *_: (
-        it.sample(logits),
-        torch.tensor(drawn.pop()) if drawn else logits.argmax(dim=-1),
-    )[1]
-    rows = [1, 31, 3]  # in no order
-    plan = it.planner.plan([(parent, 6)], sample_logits=[0, 0, 0], sample_rows=rows)
-    result = it.step(replace(plan, init_rows=np.array(rows, np.int32)))
+    it.sample_with(lambda logits, _: torch.tensor(drawn.pop()) if drawn else logits.argmax(dim=-1))
+    it.core.submit(NewRequest("n", [5, 6, 7, 8, 9, 10], 2, Sampling(0), n=3))
+    fork, decode = it.core.plan(), it.core.plan()
+    assert sorted(fork.sample_rows) == [0, 1, 2] != fork.sample_rows.tolist()
+    result = it.step(fork)
     assert result.token_ids.tolist() == [40, 41, 42]
     assert result.is_finite.tolist() == [1]
-    first = it.sample.logits[-1]
+    first = it.logits[-1]
     assert torch.equal(first[0], first[1])
     assert torch.equal(first[0], first[2])
 
-    tables = [[*parent.table[:1], it.planner.free.pop()] for _ in rows]
-    copies = [[0, parent.table[1], table[1]] for table in tables]
-    step = {
-        "rows": rows,
-        "query_start_loc": [0, 1, 2, 3],
-        "seq_lens": [7, 7, 7],
-        "table_start": [[0, 2, 4, 6]],
-        "blocks": [block for table in tables for block in table],
-        "logits_indices": [0, 1, 2],
-        "sample_logits": [0, 1, 2],
-        "sample_rows": rows,
-    }
-    it.step(plan_of(2, copy=copies, token_ids=[-1, -1, -1], **step))
-    from_device = it.sample.logits[-1]
-    it.step(plan_of(3, token_ids=[40, 41, 42], **step))
-    assert torch.equal(from_device, it.sample.logits[-1])
+    assert decode.token_ids.tolist() == [-1, -1, -1]
+    assert len(decode.copy) == 2
+    it.step(decode)
+    from_device = it.logits[-1]
+    known = np.array([40, 41, 42], np.int32)
+    it.step(replace(decode, copy=decode.copy[:0], token_ids=known))
+    assert torch.equal(from_device, it.logits[-1])
     assert not torch.equal(from_device[0], from_device[1])
 
 
 def test_a_row_has_as_many_samples_as_the_plan_names(served):
     """A chunk in mid-prompt has none; a row whose draft is verified has one for each position, each
     from its own logits, and goes on from the last one."""
-    it = served(llama)
-    chunk, draft = Request([1, 2, 3, 4, 5], 4, row=0), Request([5, 6, 7, 8, 9], 4, row=31)
-    verified = {"logits_indices": [4, 5, 6, 7], "sample_logits": [0, 1, 2, 3]}
-    plan = it.planner.plan([(chunk, 3), (draft, 5)], sample_rows=[31] * 4, **verified)
+    draft, chunk = [5, 6, 7, 8, 9], [1, 2, 3, 4, 5]
+    it = served(llama, max_batch_tokens=8, max_requests=4)
+    plan = it.first_plan(draft, chunk)
+    assert plan.seq_lens.tolist() == [5, 3]
     drawn = torch.tensor([40, 41, 42, 43])
-    it.runner.sample = lambda logits, *_: (it.sample(logits), drawn)[1]
-    result = it.step(plan)
+    it.sample_with(lambda *_: drawn)
+    result = it.step(with_samples(plan, [1, 2, 3, 4], [0, 1, 2, 3], [plan.rows[0]] * 4))
     assert result.token_ids.tolist() == drawn.tolist()
     assert result.is_finite.tolist() == [1, 1]
-    assert it.runner._last_token[31] == 43
-    best = it.sample.logits[-1].argmax(dim=-1).tolist()
-    it.runner.sample = it.sample
+    assert it.runner._last_token[plan.rows[0]] == 43
+    best = it.logits[-1].argmax(dim=-1).tolist()
     for count in (2, 3, 4, 5):  # of the draft's tokens, as a prompt of its own
-        alone = Request([5, 6, 7, 8, 9][:count], 1, row=2)
-        result = it.step(it.planner.plan([(alone, count)]))
-        assert result.token_ids.tolist() == [best[count - 2]]
+        assert served(llama).answers([draft[:count]], [1])[0].tokens == [best[count - 2]]
 
 
 def test_a_refused_plan_changes_nothing(served):
@@ -240,7 +228,7 @@ def test_a_refused_plan_changes_nothing(served):
 def test_plans_as_they_arrive_are_read_only(served):
     """Arrays of a received plan are views into its message, which nobody may write to."""
     it = served(llama)
-    plan = it.planner.plan([(Request([1, 2, 3], 1, row=0), 3)])
+    plan = it.first_plan([1, 2, 3])
     for name in type(plan).__dataclass_fields__:
         array = getattr(plan, name)
         if isinstance(array, np.ndarray):

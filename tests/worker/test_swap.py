@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support.planner import Planner, Request, plan_of, serve
+from protos.plan import NUM_RESERVED_CHUNKS, StepPlan
+from tests.support.in_process import InProcess
+from tests.support.loading import configure, load
+from tests.support.plan_builder import plan_of
 from tests.support.tiny_models import gemma3, llama, mistral
-from tests.worker.conftest import NUM_SWAP_CHUNKS, configure, load
 from worker.kv.geometry import FULL_ATTENTION, SLIDING_ATTENTION, CacheGeometry, CacheGroup
 from worker.kv.kv_pool import KvPool
 from worker.kv.swap import SwapPool, _pinned, merged_runs
@@ -63,44 +67,44 @@ def test_blocks_come_back_as_they_went():
 def test_a_request_goes_on_after_a_stay_in_the_swap_pool(served, make, prompts):
     """Swapped and undisturbed answers are the same, through all groups: out, others use the
     blocks, in to other blocks, on."""
-    prompt, count = prompts[2], 8
-    plain = served(make)
-    expected = serve(plain.runner, plain.planner, plain.sample, [prompt], [count])[0].tokens
-    it = served(make)
-    request = Request(prompt, count, row=3)
-    it.step(it.planner.plan([(request, 20)]))
-    out, back = _move_away(it.planner, request)
-    it.step(plan_of(step_id=90, swap_out=out, **_no_tables(it.planner)))
+    plain, it = (served(make, max_batch_tokens=20, max_requests=1) for _ in range(2))
+    plain.core.submit_prompts(prompts[2], max_tokens=8)
+    first, *rest = [plain.next_step() for _ in range(9)]
+    it.step(first[0])
+    out, back, moved = _moved(it, first[0])
+    it.step(plan_of(step_id=90, swap_out=out, **_no_tables(it)))
     it.runner.pool.memory.fill_(math.nan)
-    it.step(plan_of(step_id=91, swap_in=back, **_no_tables(it.planner)))
-    it.runner.pool.blocks(0)[: it.planner.geometry.groups[0].first_block] = 0
-    while len(request.output) < count:
-        left = request.num_tokens - request.num_computed
-        result = it.step(it.planner.plan([(request, left)]))
+    it.step(plan_of(step_id=91, swap_in=back, **_no_tables(it)))
+    it.runner.pool.blocks(0)[: it.loaded.geometry.groups[0].first_block] = 0
+    for plan, expected in rest:
+        result = it.step(replace(plan, blocks=moved(plan)))
         assert result.is_finite.tolist() == [1]
-        request.output.append(int(result.token_ids[0]))
-    assert request.output == expected
+        assert result.token_ids.tolist() == expected.token_ids.tolist()
 
 
-def _move_away(planner: Planner, request: Request) -> tuple[np.ndarray, np.ndarray]:
-    """swap_out and swap_in triples; the request's tables then name other blocks."""
-    out, back, next_swap_chunk = [], [], 0
-    for index, (group, table) in enumerate(
-        zip(planner.geometry.groups, request.tables, strict=True)
-    ):
-        new = [planner.free_blocks[index].pop(0) for _ in table.blocks]
-        size = group.blocks_per_chunk
-        places = [next_swap_chunk * size + place for place in range(len(new))]
-        next_swap_chunk += -(-len(new) // size)
-        out += [(index, block, place) for block, place in zip(table.blocks, places, strict=True)]
-        back += [(index, place, block) for place, block in zip(places, new, strict=True)]
-        table.blocks = new
-    assert next_swap_chunk <= NUM_SWAP_CHUNKS
-    return triples(*out), triples(*back)
+def _moved(
+    it: InProcess, plan: StepPlan
+) -> tuple[np.ndarray, np.ndarray, Callable[[StepPlan], np.ndarray]]:
+    """swap_out and swap_in triples that move the plan's blocks 50 chunks on, and what gives the
+    blocks of later plans there."""
+    sizes = [group.blocks_per_chunk for group in it.loaded.geometry.groups]
+    usable = it.runner.pool.num_chunks - NUM_RESERVED_CHUNKS
+
+    def moved(plan: StepPlan) -> np.ndarray:
+        size = np.repeat(sizes, plan.table_start[:, -1] - plan.table_start[:, 0])
+        chunk, place = np.divmod(plan.blocks, size)
+        chunk = NUM_RESERVED_CHUNKS + (chunk - NUM_RESERVED_CHUNKS + 50) % usable
+        return (chunk * size + place).astype(np.int32)
+
+    groups = np.repeat(range(len(sizes)), plan.table_start[:, -1] - plan.table_start[:, 0])
+    # a swap chunk for every block
+    places = np.arange(len(groups)) * np.repeat(sizes, np.bincount(groups))
+    out = np.stack([groups, plan.blocks, places], axis=1)
+    return out, np.stack([groups, places, moved(plan)], axis=1), moved
 
 
-def _no_tables(planner: Planner) -> dict[str, np.ndarray]:
-    num_groups = len(planner.geometry.groups)
+def _no_tables(it: InProcess) -> dict[str, np.ndarray]:
+    num_groups = len(it.loaded.geometry.groups)
     return {
         "table_start": np.zeros((num_groups, 1)),
         "first_positions": np.zeros((num_groups, 0)),

@@ -98,7 +98,7 @@ def test_files_are_read_as_they_are_written(tmp_path: Path) -> None:
     [("mixed", 64, 5088), ("equal", 64, 4096), ("prefix", 64, 2048), ("single", 1, 128)],
 )
 def test_the_workloads_in_the_repository(name: str, requests: int, tokens: int) -> None:
-    """README's figures are about these numbers of requests and output tokens."""
+    """The figures of docs/benchmarks.md are about these numbers of requests and output tokens."""
     asks = read_workload(WORKLOADS / f"{name}.jsonl")
     assert (len(asks), sum(ask.max_new for ask in asks)) == (requests, tokens)
 

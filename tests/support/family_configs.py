@@ -260,7 +260,7 @@ VARIANTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 
 
 def tiny_config(name: str) -> PreTrainedConfig:
-    """Of a family, or of a variant. Raises whatever the family's configuration raises."""
+    """A family's or variant's tiny configuration. Raises whatever that configuration raises."""
     family, switches = VARIANTS.get(name, (name, {}))
     return _tiny(CONFIG_MAPPING[family], TINY, {**HINTS.get(family, {}), **switches})
 

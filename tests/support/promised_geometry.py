@@ -14,7 +14,7 @@ from worker.kv.geometry import (
 
 
 def promised_geometry(config: PreTrainedConfig, page_size: int, itemsize: int) -> CacheGeometry:
-    """Of a model whose layers are alike but for their windows."""
+    """For models whose layers differ in their windows only."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
