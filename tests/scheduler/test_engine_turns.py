@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.engine import views
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry
 from scheduler_svc.core.state import State
+from scheduler_svc.engine import views
 from scheduler_svc.engine.events import Failed
 from scheduler_svc.errors import QueueFull
 from tests.support.engine_harness import Bench, right

@@ -11,8 +11,8 @@ import pytest_asyncio
 from protos import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, link_pb2
 from protos import inference_pb2 as pb
 from protos.plan import StepPlan
-from scheduler_svc.engine import views
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry, Limits
+from scheduler_svc.engine import views
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.worker_link import WorkerMessage
 from scheduler_svc.front.server import Server
