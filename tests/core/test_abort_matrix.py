@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_svc.core.check import check
 from scheduler_svc.core.request import FinishReason, NewRequest, Request, RequestState
+from tests.support.check import check
 from tests.support.occupied import occupy
 from tests.support.simulation import Setup, Simulation, expected
 

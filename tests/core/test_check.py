@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from scheduler_svc.core.check import InvariantError, check, check_idle
+from scheduler_svc.core.check import InvariantError, check_idle
 from scheduler_svc.core.request import NewRequest
 from scheduler_svc.core.state import State
+from tests.support.check import check
 from tests.support.occupied import occupy
 from tests.support.simulation import Setup, Simulation
 

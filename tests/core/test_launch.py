@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scheduler_svc.core.check import check
 from scheduler_svc.core.request import NewRequest, Request, Sampling
 from scheduler_svc.core.step.batch import Batch
 from scheduler_svc.core.step.launch import launch
+from tests.support.check import check
 from tests.support.occupied import occupy
 from tests.support.simulation import Setup, Simulation, verify
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from protos.plan import Int32, encode_plan
-from scheduler_svc.core.check import check
 from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry
 from scheduler_svc.core.memory.block_pool import BlockPool
 from scheduler_svc.core.memory.counts import Counts
 from scheduler_svc.core.request import NO_ROW, NewRequest, Request, RequestState, Sampling
+from tests.support.check import check
 from tests.support.fresh_seeds import SECONDS
 from tests.support.simulation import Setup, Simulation, verify
 

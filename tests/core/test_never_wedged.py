@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.check import check
 from scheduler_svc.core.request import NewRequest, Sampling
+from tests.support.check import check
 from tests.support.occupied import occupy
 from tests.support.simulation import Setup, Simulation, verify
 from tests.support.without_model import without_model
