@@ -82,7 +82,12 @@ class InProcess:
         """All at once, to the end. Rows and blocks are all free after that."""
         state, served = self.state, Served()
         for new in requests:
-            reason = why_never_fits(state.geometry, len(new.prompt_token_ids), new.max_tokens)
+            reason = why_never_fits(
+                len(new.prompt_token_ids),
+                new.max_tokens,
+                state.geometry.max_model_len,
+                state.geometry.pool_tokens(),
+            )
             assert reason is None, reason
             for request in self.scheduler.submit(new):
                 served.tokens[request.request_id, request.index] = request.token_ids
