@@ -1,4 +1,4 @@
-"""The scheduler process: `python -P -m scheduler_svc`. The only place that wires its parts."""
+"""The scheduler process: `python -P -m scheduler_svc`. Builds its parts and connects them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.policies import POLICIES
-from scheduler_svc.engine import views
 from scheduler_svc.engine.engine import Engine
-from scheduler_svc.engine.events import Event, Status
 from scheduler_svc.engine.worker_link import WorkerLink
 from scheduler_svc.front.server import CannotListen, EngineCrashed, ModelRefused, serve
 from scheduler_svc.settings.config import Config, ConfigError, prepare_worker_address
@@ -23,16 +21,16 @@ from scheduler_svc.settings.config_sources import load_config
 from scheduler_svc.settings.descriptors import raise_limit
 from scheduler_svc.settings.kubernetes import note_service_links
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-# Python's own 5 ms is half a step: the engine, which the worker waits for, would stand behind the
-# thread that writes to clients each time that it has let go of the interpreter. Less than a turn of
-# either thread takes would make both of them lose their caches in its midst.
+# Python's default of 5 ms is half a step: each time the engine, for which the worker waits, had
+# released the GIL, it would wait that long for the thread that writes to clients. An interval
+# shorter than a turn of either thread would make both lose their caches in the middle of one.
 SWITCH_SECONDS: Final = 0.002
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 after a clean stop, 1 after a crash, 2 where a new start would end in the same way."""
+    """Exit code: 0 after a clean stop, 1 after a crash, 2 where a restart would fail again."""
     sys.setswitchinterval(SWITCH_SECONDS)
     raise_limit()
     try:
@@ -44,27 +42,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         note_service_links(os.environ)
         prepare_worker_address(config.worker_address)
-        asyncio.run(serve(config, lambda *callbacks: make_engine(config, *callbacks), views))
+        asyncio.run(serve(config, make_engine(config)))
     except (ConfigError, CannotListen, ModelRefused) as error:
         print(f"chairlift scheduler: {error}", file=sys.stderr)
         return 2
     except EngineCrashed as error:
-        print(f"chairlift scheduler: {error}; the log tells where", file=sys.stderr)
+        print(f"chairlift scheduler: {error}; see the log", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # before there is anything to drain
+    except KeyboardInterrupt:  # before the signal handlers are installed
         return 130
     except Exception as error:
-        log.critical("the scheduler ends", exc_info=True)
+        logger.critical("the scheduler crashed", exc_info=True)
         print(f"chairlift scheduler: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def make_engine(
-    config: Config,
-    deliver: Callable[[list[Event]], None],
-    on_status: Callable[[Status], None],
-) -> Engine:
+def make_engine(config: Config) -> Engine:
     policy = POLICIES[config.scheduler_type]
     margin = policy.safety_margin if config.safety_margin is None else config.safety_margin
     return Engine(
@@ -79,8 +73,6 @@ def make_engine(
         ),
         config.to_configure(),
         WorkerLink(config.worker_address, secrets.randbits(63) | 1, *curve_keys(config)),
-        deliver,
-        on_status,
         policy=policy,
         max_queue_size=config.max_queue_size,
         heartbeat_timeout=config.heartbeat_timeout,
@@ -89,8 +81,9 @@ def make_engine(
 
 
 def curve_keys(config: Config) -> tuple[Path | None, Path | None]:
-    """This process's secret key file and the folder with its workers' public keys, from the
-    environment. A tcp:// address needs them: whoever reaches the port could read every prompt."""
+    """The scheduler's secret key file and the folder with its workers' public keys, from the
+    environment; (None, None) for a plain ipc:// link. A tcp:// address needs them: anyone who can
+    reach the port could read every prompt."""
     own = os.environ.get("CHAIRLIFT_CURVE_KEY_FILE")
     workers = os.environ.get("CHAIRLIFT_CURVE_CLIENT_KEYS")
     if bool(own) != bool(workers):

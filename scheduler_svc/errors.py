@@ -1,17 +1,16 @@
-"""Every way in which a request can fail, and the gRPC status it becomes.
+"""The ways in which a request can fail, and the gRPC status of each.
 
     ChairliftError
     ├── RequestRejected    INVALID_ARGUMENT     names the field, the value and the limit
-    ├── NotImplementedYet  UNIMPLEMENTED        names what is not there yet
+    ├── NotImplementedYet  UNIMPLEMENTED        names what is not supported yet
     ├── DuplicateRequest   ALREADY_EXISTS       the id belongs to a live request
     ├── UnknownRequest     NOT_FOUND            no live request has that id
     ├── QueueFull          RESOURCE_EXHAUSTED   with RetryInfo
-    ├── Paused             FAILED_PRECONDITION
     ├── Unavailable        UNAVAILABLE          draining, or no worker and none expected
-    ├── DeadlineExceeded   DEADLINE_EXCEEDED    it took longer than request_timeout
-    └── RequestFailed      INTERNAL             this request made the worker fail, by name
+    ├── DeadlineExceeded   DEADLINE_EXCEEDED    not finished within request_timeout
+    └── RequestFailed      INTERNAL             the request made the worker fail; names the request
 
-A client that goes away is no error but an abort, and a lost worker is not an error of its
+A client that disconnects is not an error but an abort, and a lost worker is not an error of its
 requests: they run again. A broken invariant is a crash, never a status.
 """
 
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 
 class ChairliftError(Exception):
-    """What is told to the client; `str()` is a sentence that says what to do next."""
+    """An error reported to the client; `str()` is a sentence that says what to do next."""
 
 
 class RequestRejected(ChairliftError):
@@ -31,7 +30,7 @@ class RequestRejected(ChairliftError):
 
 
 class NotImplementedYet(ChairliftError):
-    """Part of the API that this version does not have."""
+    """A part of the API that this version does not support."""
 
 
 class DuplicateRequest(ChairliftError):
@@ -47,15 +46,11 @@ class UnknownRequest(ChairliftError):
 
 
 class QueueFull(ChairliftError):
-    """`retry_seconds` is what RetryInfo tells the client."""
+    """`retry_seconds` goes into the client's RetryInfo."""
 
     def __init__(self, waiting: int, limit: int, retry_seconds: float = 1.0) -> None:
         super().__init__(f"{waiting} requests are waiting; max_queue_size is {limit}: retry later")
         self.retry_seconds = retry_seconds
-
-
-class Paused(ChairliftError):
-    pass
 
 
 class Unavailable(ChairliftError):

@@ -97,7 +97,8 @@ FLOORS = {
     ),
     "scheduler_svc": (
         ("core", "errors"),
-        ("settings", "text", "engine"),
+        ("settings", "text"),
+        ("engine",),
         ("front",),
         ("__main__",),
     ),

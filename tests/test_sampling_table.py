@@ -22,7 +22,7 @@ from protos.sampling import (
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.front.served_model import Model
-from scheduler_svc.front.validation import admit
+from scheduler_svc.front.validation import validate
 from scheduler_svc.text.tokenizer import Tokenizer
 from tests.support.fake_engine import FACTS
 from tests.support.simulation import Setup
@@ -79,7 +79,7 @@ def on_device(sampling: dict[str, float], stated: dict[str, float]) -> dict[str,
     model = Model("tiny", FACTS, Tokenizer(chat(), stated))
     asked = pb.GenerateRequest(text="hello", sampling=pb.SamplingParams(**sampling))
     scheduler = Scheduler(Limits(64, 8), Setup().geometry())
-    scheduler.submit(admit(asked, "r", 0, model, 8).submission.new)
+    scheduler.submit(validate(asked, "r", 0, model, 8).new)
     planned = scheduler.plan()
     assert planned is not None
     counts, buffer = encode_plan(planned)

@@ -99,18 +99,19 @@ class Geometry:
 NO_MEMORY: Final = Geometry(page_size=1, num_chunks=2, chunk_bytes=0, groups=(), max_model_len=0)
 
 
-def why_never_fits(
-    geometry: Geometry, prompt_tokens: int, max_tokens: int, is_reserved: bool = False
-) -> str | None:
-    """The reason with both numbers, or None when the request fits an empty pool.
+def longest_request(max_model_len: int, pool_tokens: int) -> tuple[int, str]:
+    """The most tokens that prompt and answer may have together, and what sets that limit."""
+    if pool_tokens < max_model_len:
+        return pool_tokens, f"the whole KV pool holds {pool_tokens} tokens"
+    return max_model_len, f"max_model_len is {max_model_len}"
 
-    `is_reserved`: under a policy that reserves all pages at once.
-    """
+
+def why_never_fits(
+    prompt_tokens: int, max_tokens: int, max_model_len: int, pool_tokens: int
+) -> str | None:
+    """The reason with both numbers, or None when the request fits an empty pool."""
+    longest, bound = longest_request(max_model_len, pool_tokens)
     total = prompt_tokens + max_tokens
-    asked = f"prompt ({prompt_tokens} tokens) + max_tokens ({max_tokens}) is {total}"
-    if total > geometry.max_model_len:
-        return f"{asked}; max_model_len is {geometry.max_model_len}"
-    pool_tokens = geometry.pool_tokens(is_reserved)
-    if total > pool_tokens:
-        return f"{asked}; the whole KV pool holds {pool_tokens} tokens"
-    return None
+    if total <= longest:
+        return None
+    return f"prompt ({prompt_tokens} tokens) + max_tokens ({max_tokens}) is {total}; {bound}"

@@ -1,103 +1,110 @@
-"""The answers under way: each live request's text and times, and the events that tell of them.
+"""Answers in progress: each live request's text and times, and the events for its client.
 
-Lives in the engine's thread. Sees to it that every accepted request ends in exactly one Finished
-for each sibling, or in one Failed, and that nothing is told of it after that.
+Lives in the engine's thread. Every accepted request ends in exactly one Finished per sibling, or in
+one Failed, and no event of it follows.
 
-A message to a client costs some 100 µs, whatever is in it, so of all answers together at most
-MESSAGES_PER_SECOND deltas are told, who has waited longest first: with many of them, each gets its
-tokens in bigger portions, a little later, rather than all of them falling behind. A token that is
-not told yet costs next to nothing: the core has it, and text is made of many at once. A first
-token and an end never wait, and where stop strings are sought every token is read when it comes.
+This is the one place where text is paced and merged. A message to a client costs some 100 µs,
+whatever is in it, so all answers together send at most MESSAGES_PER_SECOND deltas, those that have
+waited longest first: under load each client gets larger portions a little later, instead of all of
+them falling behind. A client that reads slowly gets no further delta until its stream has taken the
+last one, and an answer wanted in one piece gets none before its end. An unsent token costs next to
+nothing: the core has stored it, and many are turned into text at once. First tokens and ends are
+never delayed, and where stop strings are searched for, every token is read when it arrives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from scheduler_svc.core.request import FinishReason, Request
-from scheduler_svc.engine.events import Delta, Event, Failed, Finished, TextStream
+from scheduler_svc.engine.events import Delta, Event, Failed, Finished
 from scheduler_svc.errors import ChairliftError
 
+if TYPE_CHECKING:
+    from scheduler_svc.text.text import OutputText
+
 MESSAGES_PER_SECOND: Final = 3000  # to all clients; a third of what one core can write
-MAX_BURST: Final = 200  # of them at once: while they are written nobody else is heard
+MAX_BURST: Final = 200  # messages at once: while they are written, the event loop does little else
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Answer:
-    """One live request or sibling; times by the engine's clock, in seconds."""
+    """One live request or sibling; times in seconds by the engine's clock."""
 
     request: Request
-    text: TextStream | None
+    text: OutputText | None
+    last_delta: Delta | None  # the last one sent; until it is taken, tokens accumulate here
     submitted: float
     scheduled: float | None = None
     first_token: float | None = None
-    num_read: int = 0  # output tokens that text was made of
-    num_told: int = 0  # of them, told of
-    untold: str = ""  # the text of the others
+    num_read: int = 0  # output tokens turned into text
+    num_sent: int = 0  # output tokens sent to the client
+    unsent_text: str = ""
+
+    @property
+    def is_held_back(self) -> bool:
+        return self.last_delta is not None and not self.last_delta.is_taken
 
 
 class Answers:
     """All live answers, in order of arrival, and the events not delivered yet."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        self.is_behind = False  # some deltas could not be sent at once
         self._clock = clock
-        self._live: dict[str, dict[int, Answer]] = {}  # request_id → index → answer
-        self._of: dict[Request, Answer] = {}  # the same, for the way from a token to its text
-        self._followed: set[Request] = set()  # without a token yet, or with stop strings
-        self._fresh: list[Request] = []  # got a token
-        self._ended: list[Request] = []  # with such a token
-        self._waiting: dict[Request, None] = {}  # with tokens not told of; the longest first
+        self._families: dict[str, dict[int, Answer]] = {}  # request_id → index → answer
+        self._answers: dict[Request, Answer] = {}  # the same, without the detour over the family
+        self._eager: set[Request] = set()  # no token yet, or stop strings: read at every token
+        self._sampled: list[Request] = []  # requests that got a token since the last `make_text`
+        self._ended: list[Request] = []  # requests that such a token ended
+        self._unsent: dict[Request, None] = {}  # requests with unsent tokens, longest wait first
         self._events: list[Event] = []
-        self._allowance = float(MAX_BURST)  # messages that may be told now
+        self._allowance = float(MAX_BURST)  # messages that may be sent now
         self._refilled = clock()
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._families)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._live
+        return request_id in self._families
 
     def __iter__(self) -> Iterator[Answer]:
-        return iter([answer for family in self._live.values() for answer in family.values()])
+        return iter(list(self._answers.values()))
 
     def family(self, request_id: str) -> list[Answer]:
-        """Those of the request's siblings that live."""
-        return list(self._live.get(request_id, {}).values())
+        """The live siblings of a request."""
+        return list(self._families.get(request_id, {}).values())
 
-    def begin(self, request: Request, text: TextStream | None) -> None:
-        family = self._live.setdefault(request.request_id, {})
-        answer = Answer(request, text, self._clock())
-        family[request.index] = self._of[request] = answer
-        self._followed.add(request)
+    def add(self, request: Request, text: OutputText | None, is_streamed: bool = True) -> None:
+        last_delta = None if is_streamed else Delta(request.request_id, request.index, [], "")
+        answer = Answer(request, text, last_delta, self._clock())
+        self._families.setdefault(request.request_id, {})[request.index] = answer
+        self._answers[request] = answer
+        self._eager.add(request)
 
     def note_scheduled(self, request: Request) -> None:
-        """The request has a row; those of its siblings have theirs too."""
+        """The request was given a row, and so were its siblings."""
         for answer in self.family(request.request_id):
             if answer.scheduled is None:
                 answer.scheduled = self._clock()
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether somebody has tokens that are not told of."""
-        return bool(self._waiting)
-
-    def take_in(self, sampled: list[Request], ended: list[Request]) -> None:
-        """Who got a token, and whom it ended; `make_text` tells of it, then or later."""
-        self._fresh += sampled
+    def note_sampled(self, sampled: list[Request], ended: list[Request]) -> None:
+        """Records which requests got a token and which ended; `make_text` makes the events."""
+        self._sampled += sampled
         self._ended += ended
 
     def make_text(self, finish: Callable[[Request], None]) -> None:
-        """Deltas for those whose turn it is, and Finished for requests that have ended.
+        """Makes the deltas that are due, and Finished for requests that have ended.
 
-        `finish` is called for a request that a stop string ends while it is still running.
+        `finish` is called for a request that is still running when its text has a stop string.
         """
-        fresh, self._fresh = dict.fromkeys(self._fresh), []
+        sampled, self._sampled = dict.fromkeys(self._sampled), []
         ended, self._ended = self._ended, []
-        self._waiting.update(fresh)  # who waits already keeps the place
-        for request in filter(self._followed.__contains__, fresh):
-            answer = self._of[request]
+        self._unsent.update(sampled)  # those already in line keep their places
+        for request in filter(self._eager.__contains__, sampled):
+            answer = self._answers[request]
             self._read(answer)
             if answer.text is not None and answer.text.matched_stop is not None:
                 if request.finish_reason is None:
@@ -105,20 +112,21 @@ class Answers:
                 ended.append(request)
             elif answer.first_token is None:
                 answer.first_token = self._clock()
-                self._tell(answer)
+                if not answer.is_held_back:
+                    self._send(answer)
             if answer.text is None or not answer.text.seeks_stop:
-                self._followed.remove(request)
+                self._eager.remove(request)
         for request in ended:
-            if request in self._of:
-                self.end(self._of[request])
-        self._tell_waiting()
+            if request in self._answers:
+                self.finish(self._answers[request])
+        self._send_due()
 
-    def end(self, answer: Answer) -> None:
-        """Tells the rest of a request that has ended, and that it has."""
+    def finish(self, answer: Answer) -> None:
+        """Sends the rest of an answer whose request has ended, and its Finished."""
         self._read(answer)
         if answer.text is not None:
-            answer.untold += answer.text.finish()
-        self._tell(answer)
+            answer.unsent_text += answer.text.finish()
+        self._send(answer)
         self._remove(answer)
         self._events.append(self._finished(answer))
 
@@ -126,12 +134,12 @@ class Answers:
         """Ends a live request with all its siblings."""
         for answer in self.family(request_id):
             self._read(answer)
-            self._tell(answer)
+            self._send(answer)
             self._remove(answer)
         self._events.append(Failed(request_id, error))
 
     def refuse(self, request_id: str, error: ChairliftError) -> None:
-        """Tells of a request that was never accepted."""
+        """Fails a request that was never accepted."""
         self._events.append(Failed(request_id, error))
 
     def take_events(self) -> list[Event]:
@@ -139,7 +147,7 @@ class Answers:
         return events
 
     def _read(self, answer: Answer) -> None:
-        """Makes text of the tokens that have come, up to a stop string."""
+        """Turns the tokens that have come into text, up to a stop string."""
         request, text = answer.request, answer.text
         tokens = request.token_ids[request.num_prompt_tokens + answer.num_read :]
         if text is None:
@@ -151,49 +159,57 @@ class Answers:
         is_silent = request.stop_token_id is not None and not text.include_stop_str_in_output
         shown = tokens[:-1] if is_silent else tokens
         if not text.seeks_stop:
-            answer.untold += text.push_all(shown)
+            answer.unsent_text += text.push_all(shown)
             return
         for place, token_id in enumerate(shown, 1):
-            answer.untold += text.push(token_id)
+            answer.unsent_text += text.push(token_id)
             if text.matched_stop is not None:
                 answer.num_read -= len(tokens) - place
                 return
 
-    def _tell_waiting(self) -> None:
-        """As many deltas as are due by now."""
+    def _send_due(self) -> None:
+        """Sends as many deltas as the rate allows, to clients that have taken their last one."""
         now = self._clock()
-        due = (now - self._refilled) * MESSAGES_PER_SECOND
-        self._allowance = min(self._allowance + due, MAX_BURST)
+        refill = (now - self._refilled) * MESSAGES_PER_SECOND
+        self._allowance = min(self._allowance + refill, MAX_BURST)
         self._refilled = now
-        while self._waiting and self._allowance >= 1:
-            answer = self._of[next(iter(self._waiting))]
+        self.is_behind = False
+        for request in list(self._unsent):
+            answer = self._answers[request]
+            if answer.is_held_back:
+                continue
+            if self._allowance < 1:
+                self.is_behind = True
+                return
             self._read(answer)
-            self._tell(answer)
+            self._send(answer)
 
-    def _tell(self, answer: Answer) -> None:
-        """A delta of all that was read and not told of."""
+    def _send(self, answer: Answer) -> None:
+        """Makes a delta of everything read and not sent."""
         request = answer.request
-        self._waiting.pop(request, None)
+        self._unsent.pop(request, None)
         begin = request.num_prompt_tokens
-        tokens = request.token_ids[begin + answer.num_told : begin + answer.num_read]
-        if not tokens and not answer.untold:
+        tokens = request.token_ids[begin + answer.num_sent : begin + answer.num_read]
+        if not tokens and not answer.unsent_text:
             return
-        self._events.append(Delta(request.request_id, request.index, tokens, answer.untold))
+        delta = Delta(request.request_id, request.index, tokens, answer.unsent_text)
+        answer.last_delta = delta
+        self._events.append(delta)
         self._allowance -= 1
-        answer.num_told = answer.num_read
-        answer.untold = ""
+        answer.num_sent = answer.num_read
+        answer.unsent_text = ""
 
     def _remove(self, answer: Answer) -> None:
         request = answer.request
-        del self._of[request]
-        self._followed.discard(request)
-        self._waiting.pop(request, None)
-        if self._fresh:  # it, or one of its siblings, fails with the step that it got a token of
-            self._fresh = [other for other in self._fresh if other is not request]
-        family = self._live[request.request_id]
+        del self._answers[request]
+        self._eager.discard(request)
+        self._unsent.pop(request, None)
+        if self._sampled:  # it, or a sibling, fails with the step that gave it a token
+            self._sampled = [other for other in self._sampled if other is not request]
+        family = self._families[request.request_id]
         del family[request.index]
         if not family:
-            del self._live[request.request_id]
+            del self._families[request.request_id]
 
     def _finished(self, answer: Answer) -> Finished:
         request, now = answer.request, self._clock()
@@ -209,7 +225,7 @@ class Answers:
             stop_token_id=None if stop_string is not None else request.stop_token_id,
             stop_string=stop_string,
             prompt_tokens=request.num_prompt_tokens,
-            completion_tokens=answer.num_told,
+            completion_tokens=answer.num_sent,
             cached_tokens=request.num_cached_tokens,
             queued_seconds=scheduled - answer.submitted,
             prefill_seconds=first_token - scheduled,

@@ -1,4 +1,4 @@
-"""What the engine tells the API about requests, and what it tells about itself.
+"""What the API hands to the engine, and what the engine reports of requests and of itself.
 
 Every accepted request ends in exactly one Finished per sibling, or in one Failed.
 """
@@ -6,71 +6,54 @@ Every accepted request ends in exactly one Finished per sibling, or in one Faile
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from scheduler_svc.core.limits import why_never_fits
 from scheduler_svc.core.request import FinishReason, NewRequest
-from scheduler_svc.errors import ChairliftError
+from scheduler_svc.errors import ChairliftError, RequestRejected
 
-
-class TextStream(Protocol):
-    """Turns one request's tokens into text, in the engine's thread (scheduler_svc/text/text.py)."""
-
-    include_stop_str_in_output: bool  # then a stop token's text is shown too
-    matched_stop: str | None  # the stop string that was found; pushes after that add nothing
-
-    @property
-    def seeks_stop(self) -> bool:
-        """Whether any token may end the request, so that each is to be pushed when it comes."""
-        ...
-
-    def push(self, token_id: int) -> str:
-        """The text that may be shown after this token: whole characters, no part of a stop."""
-        ...
-
-    def push_all(self, token_ids: Sequence[int]) -> str:
-        """What pushing them one by one gives."""
-        ...
-
-    def finish(self) -> str:
-        """The text still held back, once it is known that no further token comes."""
-        ...
+if TYPE_CHECKING:
+    from scheduler_svc.text.text import OutputText
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request handed to the engine."""
+    """A validated request."""
 
     new: NewRequest
-    texts: Sequence[TextStream] = ()  # one per sibling; none: nobody reads text
+    texts: Sequence[OutputText] = ()  # one per sibling; empty: only tokens are wanted
+    is_streamed: bool = True  # False: one delta per sibling, at its end
 
 
-@dataclass(slots=True)  # not frozen, which would triple the cost: each step makes one per request
+@dataclass(slots=True)  # not frozen, which would triple the cost of making one
 class Delta:
-    """Tokens that came back for a request's sibling, and the text they add."""
+    """New tokens of a request's sibling, and the text they add."""
 
     request_id: str
     index: int
     token_ids: list[int]
     text: str
+    # set by the stream when the handler takes it; the engine merges what follows until then
+    is_taken: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A sibling has ended; the request has when all of them have."""
+    """A sibling has ended; the request has ended when all of them have."""
 
     request_id: str
     index: int
     reason: FinishReason
-    stop_token_id: int | None  # at most one of these two is set, and only for reason stop
-    stop_string: str | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    queued_seconds: float
-    prefill_seconds: float
-    decode_seconds: float
-    preemptions: int
+    stop_token_id: int | None = None  # at most one of these two is set, and only for reason stop
+    stop_string: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    queued_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,29 +69,37 @@ Event = Delta | Finished | Failed
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a Ready worker said, as far as the API needs it."""
+    """The part of a worker's Ready that the API needs."""
 
-    model_path: str  # where tokenizer and configs are read from: a folder or a Hub id
+    model_path: str  # the folder or Hub id that tokenizer and configuration are read from
     model_type: str
     architecture: str
-    vocab_size: int  # ids that may come out
-    num_embeddings: int  # ids that may go in
+    vocab_size: int  # output ids are below it
+    num_embeddings: int  # input ids are below it
     max_model_len: int  # prompt + output tokens of one request
-    pool_tokens: int  # tokens that the whole KV pool holds: no request can be longer
+    pool_tokens: int  # prompt + output tokens of the longest request that the KV pool holds
     dtype: str
     device: str
+
+
+def check_fits(prompt_tokens: int, max_tokens: int, facts: ModelFacts) -> None:
+    """Raises RequestRejected for a request that could not run even alone."""
+    reason = why_never_fits(prompt_tokens, max_tokens, facts.max_model_len, facts.pool_tokens)
+    if reason is not None:
+        most = max(0, min(facts.max_model_len, facts.pool_tokens) - prompt_tokens)
+        raise RequestRejected("sampling.max_tokens", max_tokens, f"at most {most}: {reason}")
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
     """The engine at one moment; replaced as a whole, so any thread may read it."""
 
-    worker: str  # "none", "connecting", "loading", "ready"
-    model: ModelFacts | None  # of the last worker that was ready
-    fatal_error: str | None  # why no worker will ever be ready (the model is refused, say)
-    num_running: int
-    num_waiting: int
-    busy: str = ""  # what the worker says that it does: "loading 35%", "step 12"
+    worker: str = "none"  # "none", "connecting", "loading", "ready"
+    model: ModelFacts | None = None  # of the last worker that was ready
+    fatal_error: str | None = None  # why no worker will ever be ready, e.g. an unsupported model
+    num_running: int = 0
+    num_waiting: int = 0
+    busy: str = ""  # what the worker is doing, by its heartbeats: "loading 35%", "step 12"
 
     @property
     def is_ready(self) -> bool:

@@ -1,8 +1,8 @@
-"""Keeps an ipc address for one process: binding alone would take it from whoever has it.
+"""Reserves an ipc address for one process: binding alone would take it from its owner.
 
-libzmq removes whatever is at the path before it binds, a live socket too. So a lock is held on a
-file beside the socket for as long as the process lives; the system gives it up when the process
-ends, however that happens, so a socket file that was left behind is in nobody's way.
+libzmq removes whatever is at the path before it binds, even a live socket. So the process holds a
+lock on a file beside the socket for as long as it lives; the system releases it however the process
+ends, so a socket file left behind blocks nobody.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 class AddressInUse(OSError):
-    """Another process listens there."""
+    """Another process listens at the address."""
 
 
 class IpcLock:
@@ -42,13 +42,13 @@ class IpcLock:
 
 
 def _check_nobody_listens(path: str) -> None:
-    """Also a program that takes no lock must not lose its socket, or its file."""
+    """A program that takes no lock must not lose its socket, or its file, either."""
     try:
         mode = Path(path).lstat().st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise AddressInUse("there is something else than a socket")
+        raise AddressInUse("the path exists and is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:

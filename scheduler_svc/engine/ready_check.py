@@ -1,6 +1,6 @@
-"""Whether a worker's Ready can be believed, and the memory that it describes.
+"""Validates a worker's Ready, and reads the KV memory that it describes.
 
-The scheduler makes tables as large as a Ready says, so a wrong one must be refused before that.
+The scheduler allocates tables of the sizes in a Ready, so an invalid one must be refused first.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from scheduler_svc.core.limits import (
     GroupGeometry,
 )
 
-MAX_CHUNKS: Final = 1 << 24  # in each pool: more than any machine's memory has of the smallest
-MAX_BLOCKS: Final = 1 << 26  # of one cache group
+MAX_CHUNKS: Final = 1 << 24  # per pool: more of the smallest than any machine's memory holds
+MAX_BLOCKS: Final = 1 << 26  # per cache group
 MAX_LAYERS: Final = 10_000
-MAX_TABLE_ENTRIES: Final = 1 << 29  # of the block tables of all rows: 2 GiB
+MAX_TABLE_ENTRIES: Final = 1 << 29  # in the block tables of all rows: 2 GiB
 MAX_VOCAB_SIZE: Final = 1 << 24
 
 
 def geometry_of(ready: link_pb2.Ready) -> Geometry:
-    """The KV memory of a Ready that `why_not_ready` has nothing against."""
+    """The KV memory of a Ready that `why_not_ready` has accepted."""
     return Geometry(
         page_size=ready.page_size,
         num_chunks=ready.num_chunks,
@@ -46,14 +46,14 @@ def geometry_of(ready: link_pb2.Ready) -> Geometry:
 def why_not_ready(
     ready: link_pb2.Ready, configure: link_pb2.Configure, num_rows: int
 ) -> str | None:
-    """The first thing that is wrong in an answer to `configure`; None if nothing is."""
+    """The first fault found in a Ready that answers `configure`; None if there is none."""
     return next(_faults(ready, configure, num_rows), None)
 
 
 def _faults(ready: link_pb2.Ready, configure: link_pb2.Configure, num_rows: int) -> Iterator[str]:
     for name, lowest, highest in (
         ("vocab_size", 1, MAX_VOCAB_SIZE),
-        ("num_embeddings", 0, MAX_VOCAB_SIZE),  # 0: as many as vocab_size
+        ("num_embeddings", 0, MAX_VOCAB_SIZE),  # 0 = vocab_size
         ("max_model_len", 1, (1 << 31) - 1),
         ("page_size", 1, (1 << 31) - 1),
         ("num_chunks", NUM_RESERVED_CHUNKS + 1, MAX_CHUNKS),
@@ -64,11 +64,11 @@ def _faults(ready: link_pb2.Ready, configure: link_pb2.Configure, num_rows: int)
         if not lowest <= value <= highest:
             yield f"{name} is {value}; allowed: {lowest} to {highest}"
     for name in ("page_size", "max_model_len"):
-        told, value = getattr(configure, name), getattr(ready, name)
-        if told and value != told:  # 0: the worker was to choose
-            yield f"{name} is {value}, but {told} was asked for"
+        wanted, value = getattr(configure, name), getattr(ready, name)
+        if wanted and value != wanted:  # 0: the worker chooses
+            yield f"{name} is {value}, but {wanted} was requested"
     if not ready.groups:
-        yield "there is no cache group"
+        yield "it has no cache group"
     layers = [layer for group in ready.groups for layer in group.layers]
     if len(layers) > MAX_LAYERS or len(ready.groups) > len(layers):
         yield f"{len(ready.groups)} cache groups share {len(layers)} layers"

@@ -1,7 +1,7 @@
-"""Summaries of steps, from the engine's thread to whoever watches (Admin.WatchSteps).
+"""Summaries of steps, from the engine's thread to the watchers (Admin.WatchSteps).
 
-The engine tells of every plan and of every result; without watchers that costs nothing. Each
-watcher has a queue of its own with a bound: a slow one misses the oldest, and is told how many.
+The engine reports every plan and every result, which costs nothing without watchers. Each watcher
+has its own bounded queue: a slow one misses the oldest reports, and `missed` counts them.
 
 `planned` and `returned` belong to the engine's thread, a watcher to the event loop's.
 """
@@ -24,16 +24,16 @@ QUEUE_LENGTH: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """A step whose result is back."""
+    """A step whose result has arrived; times in seconds."""
 
     view: StepView
     start_seconds: float  # when the plan was sent, since the feed was made
-    seconds: float  # until the result was taken in
+    seconds: float  # until the result was absorbed
     device_seconds: float
 
 
 class Watcher:
-    """What one watcher has not taken yet."""
+    """The reports that one watcher has not read yet."""
 
     def __init__(self) -> None:
         self.missed = 0
@@ -42,7 +42,7 @@ class Watcher:
         self._news = asyncio.Event()
 
     def offer(self, report: StepReport) -> None:
-        """From the engine's thread."""
+        """Called in the engine's thread."""
         self._loop.call_soon_threadsafe(self._put, report)
 
     def _put(self, report: StepReport) -> None:
@@ -53,7 +53,7 @@ class Watcher:
         self._news.set()
 
     async def next(self) -> StepReport:
-        """The oldest report; waits for one."""
+        """Waits for a report if there is none; the oldest one."""
         while not self._reports:
             self._news.clear()
             await self._news.wait()
@@ -61,17 +61,17 @@ class Watcher:
 
 
 class StepFeed:
-    """Hands out what the engine tells."""
+    """Distributes the engine's reports to the watchers."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._start = clock()
         self._watchers: tuple[Watcher, ...] = ()  # replaced as a whole: two threads read it
-        self._planned: dict[int, tuple[StepView, float]] = {}  # by step, without a result yet
+        self._planned: dict[int, tuple[StepView, float]] = {}  # by id; no result yet
 
     @contextmanager
     def watch(self) -> Iterator[Watcher]:
-        """Inside a running event loop."""
+        """Needs a running event loop."""
         watcher = Watcher()
         self._watchers = (*self._watchers, watcher)
         try:
@@ -81,16 +81,16 @@ class StepFeed:
 
     def planned(self, state: State, step: InFlight) -> None:
         """The plan of this step has just been sent."""
-        if step.step_id == 0:  # a new session: what a lost worker was sent does not return
+        if step.step_id == 0:  # a new session: plans sent to a lost worker get no result
             self._planned.clear()
         if self._watchers:
             sent = self._clock()
             self._planned[step.step_id] = (view_step(state, step), sent)
 
     def returned(self, step_id: int, device_microseconds: int) -> None:
-        """The result of this step is here; of one that nobody watched nothing is told."""
+        """The result of this step has arrived; ignored if nobody watched when it was planned."""
         for lost in [step for step in self._planned if step < step_id]:
-            del self._planned[lost]  # given up after a Fault
+            del self._planned[lost]  # discarded after a Fault
         planned = self._planned.pop(step_id, None)
         if planned is None:
             return

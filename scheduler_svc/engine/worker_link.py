@@ -1,12 +1,12 @@
 """The scheduler's end of the worker link: a ROUTER socket, owned by one I/O thread.
 
-Others hand messages over to that thread and are called back from it (`on_message`, which must
-only enqueue). A Hello begins a session, `drop` ends it. The thread filters by session, so that the
-engine never sees a message that a former worker left behind, and beats the heart of every session.
-Which worker serves is the engine's business.
+Other threads put messages into its outbox; it calls `on_message`, which must only enqueue. A Hello
+begins a session, `drop` ends it. The thread filters by session, so that the engine never sees a
+message left over from a former worker, and sends heartbeats in every session. Which worker serves
+is up to the engine.
 
-Nothing that a worker sends ends the thread. What cannot be read, and a connection that is closed,
-is told of as an error of the session.
+Nothing that a worker sends ends the thread. An unreadable message or a closed connection is
+reported as an error of the session.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import zmq
 import zmq.auth
@@ -45,7 +45,7 @@ MAX_SESSIONS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class _Drop:
-    """End this session; with a reason, the worker is told."""
+    """End this session; the worker is sent the reason, if there is one."""
 
     worker_boot_id: int
     reason: str | None
@@ -53,7 +53,7 @@ class _Drop:
 
 @dataclass(frozen=True, slots=True)
 class _Send:
-    """Frames for a worker; nothing happens if it has no session."""
+    """Send frames to a worker; ignored if it has no session."""
 
     worker_boot_id: int
     frames: list[bytes]
@@ -68,10 +68,10 @@ _Order = _Send | _Drop | _Stop
 
 @dataclass(frozen=True, slots=True)
 class WorkerMessage:
-    """What a worker says in its session; `result` is set for a StepResult.
+    """A message of a worker in its session; `result` is set for a StepResult.
 
-    `error` says why the session cannot go on; the envelope then names the worker and no more.
-    `is_alive`: the worker still talks, but what it says makes no sense.
+    `error` says why the session cannot continue; the envelope then only names the worker.
+    `is_alive`: the worker still sends, but its messages are invalid.
     """
 
     envelope: link_pb2.Envelope
@@ -80,32 +80,12 @@ class WorkerMessage:
     is_alive: bool = False
 
 
-class Link(Protocol):
-    """What the engine needs of a link; a memory link in tests stands in for it."""
-
-    def start(
-        self,
-        on_message: Callable[[WorkerMessage], None],
-        on_death: Callable[[BaseException], None] | None = None,
-    ) -> None: ...
-
-    def send(self, message: link_pb2.Envelope, plan: StepPlan | None = None) -> None:
-        """To the worker that the message names; nothing happens if it has no session."""
-        ...
-
-    def drop(self, worker_boot_id: int, reason: str | None = None) -> None:
-        """Ends this worker's session: it hears nothing more but the reason, in a Bye."""
-        ...
-
-    def stop(self) -> None: ...
-
-
 class WorkerLink:
-    """Binds `address` (ipc:// or tcp://). `boot_id` names this life of the scheduler, never 0.
+    """Binds `address` (ipc:// or tcp://). `boot_id` identifies this scheduler process, never 0.
 
     With `server_key` (a CURVE secret key file, see zmq.auth.create_certificates) the link is
-    encrypted and takes only workers whose public keys lie in `client_keys`. A tcp:// address
-    needs it: whoever reaches the socket could otherwise read every prompt.
+    encrypted and accepts only workers whose public keys are in the folder `client_keys`. A tcp://
+    address needs it: anyone who can reach the socket could otherwise read every prompt.
     """
 
     def __init__(
@@ -131,7 +111,7 @@ class WorkerLink:
         on_death: Callable[[BaseException], None] | None = None,
     ) -> None:
         """Binds and starts the I/O thread, which calls both. Raises OSError when the address
-        cannot be bound; `on_death` is told of the error that ended the thread."""
+        cannot be bound; `on_death` gets the error that ended the thread."""
         self._on_message = on_message
         path = self.address.removeprefix("ipc://")
         if path != self.address and not path.startswith("@"):
@@ -139,8 +119,8 @@ class WorkerLink:
                 self._lock = IpcLock(path)
             except OSError as error:
                 raise OSError(
-                    f"worker_address {self.address} cannot be bound: {error}. Stop who uses it, "
-                    "or choose another one with --worker-address"
+                    f"worker_address {self.address} cannot be bound: {error}. Stop that process, "
+                    "or choose another address with --worker-address"
                 ) from error
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         router = context.socket(zmq.ROUTER)
@@ -167,7 +147,7 @@ class WorkerLink:
         self._thread.start()
 
     def send(self, message: link_pb2.Envelope, plan: StepPlan | None = None) -> None:
-        """From any thread; the message names the worker."""
+        """Thread-safe. Ignored if the worker that the message names has no session."""
         frames = [b""]
         if plan is not None:
             counts, buffer = encode_plan(plan)
@@ -180,10 +160,11 @@ class WorkerLink:
         self._hand_over(_Send(message.worker_boot_id, frames))
 
     def drop(self, worker_boot_id: int, reason: str | None = None) -> None:
+        """Ends a worker's session; the reason, if any, is the last it is sent, in a Bye."""
         self._hand_over(_Drop(worker_boot_id, reason))
 
     def stop(self) -> None:
-        """Says Bye to the workers and closes the socket."""
+        """Sends Bye to the workers and closes the socket."""
         if self._thread is None:
             return
         self._hand_over(_Stop())
@@ -220,8 +201,8 @@ class WorkerLink:
     ) -> None:
         try:
             self._serve(router)
-        except BaseException as error:  # without this thread no worker is ever heard again
-            logger.critical("the worker link stops: %s", error, exc_info=error)
+        except BaseException as error:  # without this thread no message arrives any more
+            logger.critical("worker link crashed: %s", error, exc_info=error)
             if on_death is not None:
                 on_death(error)
         finally:
@@ -239,7 +220,7 @@ class WorkerLink:
             ready = dict(poller.poll(int(wait * 1000) + 1))
             if self._wake_receiver in ready:
                 os.read(self._wake_receiver, 4096)
-                if not self._obey(router):
+                if not self._process_outbox(router):
                     return
             if router in ready:
                 message = self._receive(router)
@@ -248,22 +229,22 @@ class WorkerLink:
             if time.monotonic() >= next_beat:
                 for boot_id in list(self._sessions):
                     beat = link_pb2.Envelope(heartbeat=link_pb2.Heartbeat(busy="idle"))
-                    self._say(router, boot_id, beat)
+                    self._send_message(router, boot_id, beat)
                 next_beat = time.monotonic() + HEARTBEAT_SECONDS
 
-    def _obey(self, router: zmq.Socket[bytes]) -> bool:
-        """Does what others handed over; False once the thread is to end."""
+    def _process_outbox(self, router: zmq.Socket[bytes]) -> bool:
+        """Returns False when the thread must end."""
         while not self._outbox.empty():
             order = self._outbox.get()
             if isinstance(order, _Stop):
                 for boot_id in list(self._sessions):
-                    self._say(router, boot_id, _bye("the scheduler stops"))
+                    self._send_message(router, boot_id, _bye("the scheduler is stopping"))
                 return False
             if isinstance(order, _Send):
-                self._to_worker(router, order.worker_boot_id, order.frames)
+                self._send_frames(router, order.worker_boot_id, order.frames)
                 continue
             if order.reason is not None:
-                self._say(router, order.worker_boot_id, _bye(order.reason))
+                self._send_message(router, order.worker_boot_id, _bye(order.reason))
             self._sessions.pop(order.worker_boot_id, None)
         return True
 
@@ -275,26 +256,28 @@ class WorkerLink:
         authenticator.configure_curve(domain="*", location=str(self._client_keys))
         return authenticator
 
-    def _say(self, router: zmq.Socket[bytes], boot_id: int, message: link_pb2.Envelope) -> None:
+    def _send_message(
+        self, router: zmq.Socket[bytes], boot_id: int, message: link_pb2.Envelope
+    ) -> None:
         message.scheduler_boot_id = self.boot_id
         message.worker_boot_id = boot_id
-        self._to_worker(router, boot_id, [message.SerializeToString()])
+        self._send_frames(router, boot_id, [message.SerializeToString()])
 
-    def _to_worker(self, router: zmq.Socket[bytes], boot_id: int, frames: list[bytes]) -> None:
+    def _send_frames(self, router: zmq.Socket[bytes], boot_id: int, frames: list[bytes]) -> None:
         identity = self._sessions.get(boot_id)
         if identity is None:
             return
         try:
             router.send_multipart([identity, *frames], zmq.NOBLOCK)
         except zmq.Again:
-            self._end(boot_id, "it does not read what it is sent")
+            self._end(boot_id, "it does not read its messages")
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
             self._end(boot_id, "its connection is closed")
 
     def _end(self, boot_id: int, why: str, is_alive: bool = False) -> None:
-        """The session is over from here."""
+        """Ends a session from this side, and reports why."""
         del self._sessions[boot_id]
         envelope = link_pb2.Envelope(worker_boot_id=boot_id)
         self._on_message(WorkerMessage(envelope, error=why, is_alive=is_alive))
@@ -306,13 +289,13 @@ class WorkerLink:
             return None
         try:
             return self._read(router, identity, frames)
-        except Exception as error:  # whatever a worker sends, the others go on
+        except Exception as error:  # whatever a worker sends must not affect the others
             why = f"a message of {sum(map(len, frames))} bytes cannot be read: {error}"[:500]
             for boot_id, known in self._sessions.items():
                 if known == identity:
                     envelope = link_pb2.Envelope(worker_boot_id=boot_id)
                     return WorkerMessage(envelope, error=why, is_alive=True)
-            logger.debug("dropped from nobody's session: %s", why)
+            logger.debug("dropped outside any session: %s", why)
             return None
 
     def _read(
@@ -346,17 +329,17 @@ class WorkerLink:
     ) -> WorkerMessage | None:
         hello, boot_id = envelope.hello, envelope.worker_boot_id
         if boot_id in self._sessions or len(self._sessions) >= MAX_SESSIONS:
-            return None  # said again while our answer was on its way; or a storm
+            return None  # repeated while our answer was on its way; or too many
         for known, connection in list(self._sessions.items()):
             if connection == identity:
-                self._end(known, "it begins another session", is_alive=True)
+                self._end(known, "it began another session", is_alive=True)
         self._sessions[boot_id] = identity
         if hello.protocol == PROTOCOL:
             return WorkerMessage(envelope)
         reason = f"the worker speaks protocol {hello.protocol}, the scheduler {PROTOCOL}"
-        if not hello.is_standby:  # else it has been told, and asks again
+        if not hello.is_standby:  # else it was refused before, and retries
             logger.error("refused a worker on %s (pid %d): %s", hello.host, hello.pid, reason)
-            self._say(router, boot_id, _bye(reason))
+            self._send_message(router, boot_id, _bye(reason))
         self._sessions.pop(boot_id, None)
         return None
 

@@ -1,15 +1,16 @@
-"""The engine's sessions with workers: who is there, and what comes of what they say.
+"""The engine's sessions with workers: which worker serves, and how its messages are handled.
 
-One worker serves; others may be loading meanwhile. Hello is answered by the Configure. The worker
-whose Hello came last takes over at its Ready, and the one before is dismissed: it stands by, and
-offers itself again (`Hello.is_standby`), which counts only while nobody else is there. So two
-workers never take the requests from each other in turns, and one that comes and goes costs nothing.
+One worker serves; others may be loading meanwhile. A Hello is answered with the Configure. When a
+worker is ready, it takes over if its Hello came later than that of the serving one, which is
+dismissed: it stands by and offers itself again (`Hello.is_standby`), which only counts while there
+is no other worker. So two workers never take the requests from each other in turns, and one that
+comes and goes costs nothing.
 
-Whatever a worker sends, withholds or repeats ends its own session at most; the requests then wait
-for the next Ready. Everything runs in the engine's thread.
+Whatever a worker sends, withholds or repeats ends at most its own session; the requests are then
+requeued for the next worker. Everything runs in the engine's thread.
 
-Owns: the status that is told of worker and model. Does not own: the socket (worker_link.py), what
-is planned (engine.py), or what clients are told (answers.py).
+Owns the status of worker and model. Does not own the socket (worker_link.py), planning (engine.py)
+or the events for clients (answers.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final
 
 from protos import link_pb2
 from protos.plan import StepPlan, StepResult
@@ -29,59 +30,52 @@ from scheduler_svc.engine.events import ModelFacts, Status
 from scheduler_svc.engine.ready_check import geometry_of, why_not_ready
 from scheduler_svc.engine.step_feed import StepFeed
 from scheduler_svc.engine.step_watchdog import UNHURRIED, StepWatchdog
-from scheduler_svc.engine.worker_link import Link, WorkerMessage
+from scheduler_svc.engine.worker_link import WorkerLink, WorkerMessage
 from scheduler_svc.errors import ChairliftError, RequestFailed, Unavailable
 
 logger = logging.getLogger(__name__)
 
-# How many failures in a row, of steps that computed it alone, fail a request. A worker dies of many
-# things, and one that is replaced may not have died at all. Nonsense that a worker sends is hardly
-# ever a request's fault; but if only one request brings it about, that must not go on for ever.
+# A request fails after this many consecutive failed steps that computed it alone. Workers die for
+# many reasons, and a replaced one may not have died at all. Invalid messages are hardly ever a
+# request's fault; but a single request that causes them must not do so forever.
 TRIES_IF_FAULTY: Final = 2
 TRIES_IF_LOST: Final = 3
 TRIES_IF_REPLACED: Final = 5
-TRIES_IF_NONSENSE: Final = 16
-NOT_A_STEP: Final = 0  # nobody is to blame
-MAX_ERROR: Final = 2000  # characters that are passed on of a worker's error
+TRIES_IF_INVALID: Final = 16
+NOT_A_STEP: Final = 0  # no request is to blame
+MAX_ERROR: Final = 2000  # characters of a worker's error that are passed on
 MAX_LOADING: Final = 8  # workers that load at the same time
-# Sessions may end one after the other, without a result between them, this often at once; then
-# the next Configure waits, each time twice as long.
+# After this many sessions lost without a result in between, the next Configure is delayed, each
+# time twice as long.
 FREE_TRIES: Final = 4
 LONGEST_PAUSE: Final = 8.0  # seconds
 
 
-class Fail(Protocol):
-    """Ends a request with all its siblings; does nothing if it has ended."""
-
-    def __call__(
-        self, request_id: str, why: str, kind: type[ChairliftError] = RequestFailed
-    ) -> None: ...
-
-
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A worker that was sent the Configure."""
+    """A worker that has been sent the Configure."""
 
     boot_id: int
     name: str
-    number: int  # of its Hello: the greatest is the newest
-    heard: float  # when it last said anything, by the engine's clock
+    number: int  # of its Hello; the highest is the newest
+    heard: float  # time of its last message, by the engine's clock
     watchdog: StepWatchdog
     beat: link_pb2.Heartbeat = field(default_factory=link_pb2.Heartbeat)
 
 
 class WorkerSession:
-    """See the module's docstring. `make_text` and `fail` are the engine's."""
+    """See the module's docstring. `make_text` and `fail` (a request with all its siblings, with
+    a reason and an error class) are the engine's."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         answers: Answers,
         steps: StepFeed,
-        link: Link,
+        link: WorkerLink,
         configure: link_pb2.Configure,
         make_text: Callable[[], None],
-        fail: Fail,
+        fail: Callable[[str, str, type[ChairliftError]], None],
         on_status: Callable[[Status], None],
         heartbeat_timeout: float,
         step_timeout: float,
@@ -108,19 +102,19 @@ class WorkerSession:
         self._next_hello_at = 0.0
 
     def send(self, message: link_pb2.Envelope, plan: StepPlan | None = None) -> None:
-        """To the worker that serves."""
+        """Sends to the serving worker, if there is one."""
         if self._serving is not None:
             message.worker_boot_id = self._serving.boot_id
             self._link.send(message, plan)
 
-    def look_after(self) -> None:
-        """Ends the sessions of workers that are silent, or stand still, for too long."""
+    def check_timeouts(self) -> None:
+        """Ends the sessions of workers that have been silent, or stuck in a step, for too long."""
         now = self._clock()
-        for worker in self._everyone():
+        for worker in self._workers():
             if now - worker.heard > self._heartbeat_timeout:
-                self._lose(worker, f"nothing heard of it for {now - worker.heard:.1f} s")
+                self._lose(worker, f"no message for {now - worker.heard:.1f} s")
         if self._serving is not None:
-            why = self._serving.watchdog.look(self._oldest_step(), now)
+            why = self._serving.watchdog.check(self._oldest_step(), now)
             if why is not None:
                 self._lose(self._serving, why, TRIES_IF_FAULTY)
 
@@ -132,40 +126,41 @@ class WorkerSession:
             return
         worker = self._worker(envelope.worker_boot_id)
         if worker is None:
-            return  # late: its session has ended
+            return  # its session has ended
         worker.heard = self._clock()
         if message.error is not None:
-            self._lose(
-                worker, message.error, TRIES_IF_NONSENSE if message.is_alive else TRIES_IF_LOST
-            )
-        elif kind == "heartbeat":
-            self._on_heartbeat(worker, envelope.heartbeat)
-        elif kind == "bye":
-            why = f"it says goodbye: {envelope.bye.reason or 'no reason given'}"
-            self._lose(worker, why, TRIES_IF_LOST if envelope.bye.is_failure else NOT_A_STEP)
-        elif worker is not self._serving:
-            self._on_newcomer(worker, envelope)
-        elif message.result is not None:
-            self._on_result(message.result)
-        elif kind == "fault" and not envelope.fault.is_fatal:
-            self._on_fault(envelope.fault)
-        else:
-            self._lose_over_nonsense(f"it says {kind} while it serves")
+            tries = TRIES_IF_INVALID if message.is_alive else TRIES_IF_LOST
+            self._lose(worker, message.error, tries)
+            return
+        match kind:
+            case "heartbeat":
+                self._on_heartbeat(worker, envelope.heartbeat)
+            case "bye":
+                why = f"it disconnected: {envelope.bye.reason or 'no reason given'}"
+                self._lose(worker, why, TRIES_IF_LOST if envelope.bye.is_failure else NOT_A_STEP)
+            case _ if worker is not self._serving:
+                self._on_loading(worker, envelope)
+            case "step_result" if message.result is not None:
+                self._on_result(message.result)
+            case "fault" if not envelope.fault.is_fatal:
+                self._on_fault(envelope.fault)
+            case _:
+                self._lose_as_invalid(f"it sent {kind} while serving")
 
     def _on_hello(self, boot_id: int, hello: link_pb2.Hello) -> None:
         now = self._clock()
         known = self._worker(boot_id)
         if known is not None:
-            self._forget(known, "it says Hello anew", TRIES_IF_REPLACED)
-        if hello.is_standby and self._everyone():
+            self._forget(known, "it sent another Hello", TRIES_IF_REPLACED)
+        if hello.is_standby and self._workers():
             self._link.drop(boot_id)
             return
         if now < self._next_hello_at or len(self._loading) >= MAX_LOADING:
-            self._link.drop(boot_id, "too many workers come and go; try again later")
+            self._link.drop(boot_id, "too many workers connect and disconnect; try again later")
             return
         self._num_hellos += 1
         name = f"{hello.host[:100]}, pid {hello.pid}"
-        logger.info("worker on %s (version %s) connects", name, hello.version[:100])
+        logger.info("worker on %s (version %s) connected", name, hello.version[:100])
         watchdog = StepWatchdog(self._step_timeout)
         self._loading[boot_id] = Worker(boot_id, name, self._num_hellos, now, watchdog)
         self._link.send(link_pb2.Envelope(worker_boot_id=boot_id, configure=self._configure))
@@ -174,27 +169,27 @@ class WorkerSession:
     def _on_heartbeat(self, worker: Worker, heartbeat: link_pb2.Heartbeat) -> None:
         worker.beat = heartbeat
         if worker is self._serving:
-            why = worker.watchdog.beat(heartbeat, self._oldest_step(), self._clock())
+            why = worker.watchdog.on_heartbeat(heartbeat, self._oldest_step(), self._clock())
             if why is not None:
-                self._lose_over_nonsense(why)
+                self._lose_as_invalid(why)
 
-    def _on_newcomer(self, worker: Worker, envelope: link_pb2.Envelope) -> None:
-        """What a worker that loads says."""
+    def _on_loading(self, worker: Worker, envelope: link_pb2.Envelope) -> None:
+        """Handles a message of a worker that is loading."""
         kind = envelope.WhichOneof("message")
         if kind == "ready":
             why = why_not_ready(
                 envelope.ready, self._configure, self._state.limits.max_requests_per_batch
             )
             if why is not None:
-                self._lose(worker, f"its Ready makes no sense: {why}")
+                self._lose(worker, f"it sent an invalid Ready: {why}")
             elif self._serving is not None and self._serving.number > worker.number:
                 self._dismiss(worker, self._serving)
             else:
                 self._take_over(worker, envelope.ready)
         elif kind != "fault":
-            self._lose(worker, f"it says {kind} before it is ready")
-        elif not envelope.fault.is_fatal or len(self._everyone()) > 1:
-            self._lose(worker, f"it fails: {envelope.fault.error[:MAX_ERROR]}")
+            self._lose(worker, f"it sent {kind} before it was ready")
+        elif not envelope.fault.is_fatal or len(self._workers()) > 1:
+            self._lose(worker, f"it failed: {envelope.fault.error[:MAX_ERROR]}")
         else:
             self._give_up(worker, envelope.fault.error[:MAX_ERROR])
 
@@ -206,13 +201,13 @@ class WorkerSession:
         self._on_ready(ready)
 
     def _dismiss(self, worker: Worker, successor: Worker) -> None:
-        """The worker stays at hand, in case its successor goes away."""
+        """The worker stands by, in case its successor goes away."""
         self._forget(worker, f"the worker on {successor.name} takes over", TRIES_IF_REPLACED)
         self._link.drop(worker.boot_id, f"the worker on {successor.name} took over")
 
     def _give_up(self, worker: Worker, error: str) -> None:
-        """Nobody can serve the model: nobody needs to wait."""
-        logger.error("the worker gives up: %s", error)
+        """No worker can serve the model, so no request needs to wait."""
+        logger.error("the worker reported a fatal error: %s", error)
         del self._loading[worker.boot_id]
         self._link.drop(worker.boot_id)
         for answer in self._answers:
@@ -224,31 +219,33 @@ class WorkerSession:
         if result.step_id < self._state.next_step_id and (
             not in_flight or result.step_id < in_flight[0].step_id
         ):
-            return  # late or said again: its plan was given up after a Fault, or is answered
+            return  # late or repeated: its plan was discarded after a Fault, or has a result
         mismatch = self._scheduler.why_invalid(result, self._vocab_size)
         if mismatch is not None:
-            self._lose_over_nonsense(f"it answers wrongly: {mismatch}")
+            self._lose_as_invalid(f"it sent an invalid result: {mismatch}")
             return
         self._num_lost = 0
         absorbed = self._scheduler.absorb(result)
         self._steps.returned(result.step_id, result.device_microseconds)
-        self._answers.take_in(absorbed.sampled, absorbed.ended)
+        self._answers.note_sampled(absorbed.sampled, absorbed.ended)
         for request in absorbed.not_finite:
-            self._fail(request.request_id, "its hidden states are not finite numbers")
+            why = "its hidden states are not finite numbers"
+            self._fail(request.request_id, why, RequestFailed)
 
     def _on_ready(self, ready: link_pb2.Ready) -> None:
         geometry = geometry_of(ready)
+        pool_tokens = geometry.pool_tokens(self._state.holds_ended)
         self._make_text()
         self._scheduler.lose_worker(geometry)
-        is_reserved = self._state.holds_ended
         for answer in self._answers:
             request = answer.request
             max_tokens = request.max_total_tokens - request.num_prompt_tokens
-            reason = why_never_fits(geometry, request.num_prompt_tokens, max_tokens, is_reserved)
+            reason = why_never_fits(
+                request.num_prompt_tokens, max_tokens, ready.max_model_len, pool_tokens
+            )
             if reason is not None:
-                why = f"the worker's memory is too small for it: {reason}"
-                self._fail(request.request_id, why)
-        pool_tokens = geometry.pool_tokens(is_reserved)
+                why = f"it does not fit the worker's memory: {reason}"
+                self._fail(request.request_id, why, RequestFailed)
         model = ModelFacts(
             model_path=ready.model_path,
             model_type=ready.model_type,
@@ -275,28 +272,28 @@ class WorkerSession:
     def _on_fault(self, fault: link_pb2.Fault) -> None:
         in_flight = [step.step_id for step in self._state.in_flight]
         if fault.step_id not in in_flight:
-            self._lose_over_nonsense(
-                f"it reports a fault of step {fault.step_id}; in flight: {in_flight}"
+            self._lose_as_invalid(
+                f"it reported a fault of step {fault.step_id}; in flight: {in_flight}"
             )
             return
         error = fault.error[:MAX_ERROR]
         logger.error("step %d failed in the worker: %s", fault.step_id, error)
-        # the plan behind it was not begun
+        # the plan after it was not started
         failed = [step for step in self._state.in_flight if step.step_id == fault.step_id]
         self._make_text()
-        # steps are counted on, so that a result of a step before the fault is known as late
+        # step ids continue, so that the result of a step before the fault is recognised as late
         self._scheduler.lose_worker(self._state.geometry, self._state.next_step_id)
-        self._blame(failed, f"the step that computes it fails: {error}", TRIES_IF_FAULTY)
+        self._blame(failed, f"the step that computed it failed: {error}", TRIES_IF_FAULTY)
         resume = link_pb2.Resume(next_step_id=self._state.next_step_id)
         self.send(link_pb2.Envelope(resume=resume))
 
-    def _lose_over_nonsense(self, why: str) -> None:
-        """Ends the session of the worker that serves: what it says contradicts what it was sent."""
+    def _lose_as_invalid(self, why: str) -> None:
+        """Ends the serving worker's session: its message contradicts what it was sent."""
         if self._serving is not None:
-            self._lose(self._serving, why, TRIES_IF_NONSENSE)
+            self._lose(self._serving, why, TRIES_IF_INVALID)
 
     def _lose(self, worker: Worker, why: str, tries_alone: int = TRIES_IF_LOST) -> None:
-        """Ends a session. The worker is told, and may offer itself again."""
+        """Ends a session. The worker gets the reason, and may connect again."""
         self._forget(worker, why, tries_alone)
         self._link.drop(worker.boot_id, why)
         self._num_lost += 1
@@ -306,33 +303,33 @@ class WorkerSession:
         self._set_worker_status()
 
     def _forget(self, worker: Worker, why: str, tries_alone: int) -> None:
-        """The requests of one that serves wait for the next one."""
+        """Requests of the serving worker are requeued for the next one."""
         if worker is not self._serving:
-            logger.warning("worker on %s gone before it served: %s", worker.name, why)
+            logger.warning("worker on %s lost before it was ready: %s", worker.name, why)
             self._loading.pop(worker.boot_id, None)
             return
         logger.warning(
-            "worker lost: %s; %d requests wait for the next one", why, len(self._answers)
+            "worker lost: %s; %d requests requeued for the next worker", why, len(self._answers)
         )
         self._serving = None
         in_flight = list(self._state.in_flight)
         self._make_text()
         self._scheduler.lose_worker()
         if tries_alone != NOT_A_STEP:
-            why = f"the worker is lost in the step that computes it: {why}"
+            why = f"the worker was lost in the step that computed it: {why}"
             self._blame(in_flight, why, tries_alone)
 
     def _blame(self, failed: Sequence[InFlight], why: str, tries_alone: int) -> None:
-        """One of these steps has failed: fails who is guilty of that, and says who may be."""
+        """One of these steps failed: fails the requests found guilty, and logs the suspects."""
         suspects = self._state.suspects
         reached = [reach for step in failed for reach in step.reaches()]
         for request_id in suspects.blame(reached, tries_alone):
-            logger.error("request %s fails: %s", request_id, why)
-            self._fail(request_id, why)
+            logger.error("request %s failed: %s", request_id, why)
+            self._fail(request_id, why, RequestFailed)
         if suspects.is_active:
-            logger.warning("suspected of a failed step: %s; they run apart", suspects)
+            logger.warning("suspected of a failed step, and run apart from now on: %s", suspects)
 
-    def _everyone(self) -> list[Worker]:
+    def _workers(self) -> list[Worker]:
         loading = list(self._loading.values())
         return loading if self._serving is None else [self._serving, *loading]
 
@@ -346,8 +343,8 @@ class WorkerSession:
         return in_flight[0].step_id if in_flight else None
 
     def _busy(self) -> str:
-        """What the worker is busy with, in words: of several that load, the one that came first."""
-        for worker in self._everyone():
+        """Describes what the worker is doing; while several load, what the oldest of them is."""
+        for worker in self._workers():
             beat = worker.beat
             if beat.busy in UNHURRIED:
                 share = f" {beat.progress:.0%}" if 0 < beat.progress <= 1 else ""
@@ -356,7 +353,7 @@ class WorkerSession:
         return ""
 
     def count(self, num_running: int, num_waiting: int) -> None:
-        """Brings the status up to date with the requests and the heartbeats; nobody is told."""
+        """Updates the status by the number of requests and the heartbeats, without `on_status`."""
         busy, status = self._busy(), self.status
         if (num_running, num_waiting, busy) != (
             status.num_running,
@@ -368,7 +365,7 @@ class WorkerSession:
             )
 
     def _set_worker_status(self, **changes: object) -> None:
-        """Tells of `changes`, and of who is there; nobody is told of what has not changed."""
+        """Updates the status by `changes` and the workers there are; reports it if it differs."""
         worker = "connecting" if self.status.fatal_error is None else "none"
         if changes.get("fatal_error") is not None:
             worker = "none"

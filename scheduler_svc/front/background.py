@@ -1,11 +1,10 @@
-"""What runs beside the calls must not die unseen.
+"""Makes an exception in background work a crash, rather than letting it pass unnoticed.
 
 An exception in a call reaches its client. One in a thread, in a callback of the event loop or in a
-task that nobody awaits reaches nobody, and leaves a process that looks well and does half of its
-work. `ends_the_process` makes each of them a crash: it is logged, and the process ends, to be
-started anew.
+task that nobody awaits reaches nobody, and leaves a process that looks healthy but does half of its
+work. Under `ends_the_process` each of them is logged and ends the process, to be restarted.
 
-Exceptions in callbacks and tasks of libraries are logged only: gRPC's event loop survives its own.
+Exceptions in callbacks and tasks of libraries are only logged: gRPC survives its own.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _PACKAGE: Final = __name__.partition(".")[0]
 _RUNNING: Final[set[asyncio.Task[None]]] = set()  # the event loop keeps only weak references
 
 
 def spawn(coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """A task that runs until it is cancelled or done; its exception goes to the loop's handler, as
-    that of a callback does, at once."""
+    """Starts a task that nobody need await: its exception goes to the loop's handler at once, like
+    that of a callback."""
     task = asyncio.get_running_loop().create_task(coroutine, name=name)
     _RUNNING.add(task)
-    task.add_done_callback(_look_at)
+    task.add_done_callback(_report)
     return task
 
 
-def _look_at(task: asyncio.Task[None]) -> None:
+def _report(task: asyncio.Task[None]) -> None:
     _RUNNING.discard(task)
     if not task.cancelled() and (error := task.exception()) is not None:
         task.get_loop().call_exception_handler(
@@ -43,8 +42,8 @@ def _look_at(task: asyncio.Task[None]) -> None:
 
 @contextmanager
 def ends_the_process(on_crash: Callable[[BaseException], None]) -> Iterator[None]:
-    """Within it `on_crash` is told of what ends a thread, a callback of this package or a task of
-    `spawn`; from any thread. Inside a running event loop."""
+    """Within it, `on_crash` gets the exception that ends a thread, a callback of this package or a
+    task of `spawn`; it may be called from any thread. Needs a running event loop."""
     loop = asyncio.get_running_loop()
     in_loop, in_thread = loop.get_exception_handler(), threading.excepthook
 
@@ -54,13 +53,13 @@ def ends_the_process(on_crash: Callable[[BaseException], None]) -> Iterator[None
         if error is None or not (is_callback or "is_ours" in context):
             loop.default_exception_handler(context)
             return
-        log.critical("%s", context["message"], exc_info=error)
+        logger.critical("%s", context["message"], exc_info=error)
         on_crash(error)
 
     def handle_in_thread(args: threading.ExceptHookArgs) -> None:
         error = args.exc_value or args.exc_type()
         name = args.thread.name if args.thread is not None else "unknown"
-        log.critical("thread %s ended: %s", name, error, exc_info=error)
+        logger.critical("thread %s ended: %s", name, error, exc_info=error)
         on_crash(error)
 
     loop.set_exception_handler(handle_in_loop)

@@ -1,11 +1,14 @@
-"""chairlift.v1.Inference: what clients call.
+"""chairlift.v1.Inference: the service that clients call.
 
-A handler does no work of its own: it admits the request, hands it to the engine, and passes on
-what the engine delivers. However it ends — the client cancels, vanishes, runs out of time, or
-the write fails — its `finally` aborts what is still live. Handlers are coroutines that write, not
-generators: a generator left at a `yield` is only closed when the garbage collector finds it.
+A handler validates the request, submits it to the engine, and writes the events of its stream. A
+request waits for a row in the engine's queue, which holds token ids; until the model's tokenizer is
+loaded there are none, so it waits here, in its handler. Both count towards max_queue_size.
 
-Errors are raised (statuses.py makes statuses of them).
+However a handler ends — the client cancels, disconnects or times out, or a write fails — its
+`finally` aborts the request if it is still live. Handlers are coroutines that write, and not
+generators: one suspended at a `yield` is only closed when the garbage collector finds it.
+
+Errors are raised; statuses.py turns them into gRPC statuses.
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ import grpc
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from scheduler_svc.engine.events import Delta, Finished
-from scheduler_svc.errors import DeadlineExceeded, RequestRejected
+from scheduler_svc.errors import DeadlineExceeded, QueueFull, RequestRejected
 from scheduler_svc.front.prompts import detokenize, prompt_bytes, prompt_token_ids
 from scheduler_svc.front.served_model import Model, ServedModel
 from scheduler_svc.front.streams import LiveStream, LiveStreams
-from scheduler_svc.front.validation import admit, check_request_id, num_siblings
+from scheduler_svc.front.validation import check_request_id, num_siblings, validate
 from scheduler_svc.settings.config import Config
 from scheduler_svc.text.text_threads import TextThreads
 
@@ -58,15 +61,52 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
         stream = self._streams.open(request.request_id or uuid.uuid4().hex, n)
         try:
             async with _time_limit(self._config.request_timeout):
-                await self._start(request, stream, context)
-                if request.stream or not request.HasField("stream"):
-                    await _write_deltas(stream, context)
-                else:
-                    await _write_whole(stream, context)
+                is_streamed = request.stream or not request.HasField("stream")
+                seed = await self._submit(request, stream, is_streamed)
+                started = pb.Started(
+                    request_id=stream.request_id, seed=seed, model=self._config.model_name
+                )
+                await context.write(pb.GenerateResponse(started=started))
+                await (_write_deltas if is_streamed else _write_whole)(stream, context)
         finally:
             if stream.is_submitted and not stream.is_complete:
-                self._engine.abort([stream.request_id])  # of one that has failed: does nothing
+                self._engine.abort([stream.request_id])  # no effect if the request has failed
             self._streams.close(stream)
+
+    async def _submit(
+        self, request: pb.GenerateRequest, stream: LiveStream, is_streamed: bool
+    ) -> int:
+        """Waits for the model, validates the request, submits it and returns its seed. If it is
+        aborted or refused meanwhile, it is not submitted."""
+        if self._served.is_awaited:
+            self._check_queue()
+        model = await stream.unless_ended(self._served.wait())
+        if model is None:
+            return request.sampling.seed
+        submission = await self._threads.run(
+            prompt_bytes(request),
+            validate,
+            request,
+            stream.request_id,
+            secrets.randbits(63),
+            model,
+            self._config.max_requests_per_batch,
+            is_streamed,
+        )
+        if not stream.has_ended:
+            self._engine.submit(submission)
+            self._streams.mark_submitted(stream)
+        return submission.new.sampling.seed
+
+    def _check_queue(self) -> None:
+        """Raises QueueFull. Called on arrival, so that each request counts those before it."""
+        limit, num_waiting = self._config.max_queue_size, self._num_waiting() - 1  # but this one
+        if 0 < limit <= num_waiting:
+            raise QueueFull(num_waiting, limit)
+
+    def _num_waiting(self) -> int:
+        """Requests without a row: those in the engine's queue, and those not submitted yet."""
+        return self._engine.status.num_waiting + len(self._streams.unsubmitted())
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         if len(request.request_ids) > MAX_ABORTED_IDS:
@@ -75,18 +115,18 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
             )
         aborted: set[str] = set()
         in_engine: list[str] = []
-        asked = dict.fromkeys(request.request_ids)
-        for request_id in asked:
+        request_ids = list(dict.fromkeys(request.request_ids))
+        for request_id in request_ids:
             stream = self._streams.get(request_id)
             if stream is not None and not stream.is_submitted and not stream.has_ended:
-                stream.end_unseen()
+                stream.abort()
                 aborted.add(request_id)
             else:
                 in_engine.append(request_id)
         if in_engine:
             ended: list[str] = await asyncio.wrap_future(self._engine.abort(in_engine))
             aborted.update(ended)
-        return pb.AbortResponse(aborted=[id for id in asked if id in aborted])
+        return pb.AbortResponse(aborted=[id for id in request_ids if id in aborted])
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         add_special = request.add_special_tokens or not request.HasField("add_special_tokens")
@@ -132,40 +172,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
             worker_busy=status.busy,
             device=self._config.device if status.model is None else status.model.device,
             requests_running=status.num_running,
-            requests_waiting=status.num_waiting + len(self._streams.waiting_here()),
+            requests_waiting=self._num_waiting(),
             error=self._served.error or "",
             config={spec.name: _shown(getattr(self._config, spec.name)) for spec in fields(Config)},
         )
-
-    async def _start(
-        self, request: pb.GenerateRequest, stream: LiveStream, context: Context
-    ) -> None:
-        """Up to Started. An Abort may come at any moment; then nothing is submitted."""
-        seed = request.sampling.seed
-        model = await self._model_unless_ended(stream)
-        if model is not None:
-            drawn = secrets.randbits(63)
-            limit = self._config.max_requests_per_batch
-            admitted = await self._threads.run(
-                prompt_bytes(request), admit, request, stream.request_id, drawn, model, limit
-            )
-            seed = admitted.seed
-            if not stream.has_ended:
-                self._engine.submit(admitted.submission)
-                self._streams.submitted(stream)
-        started = pb.Started(request_id=stream.request_id, seed=seed, model=self._config.model_name)
-        await context.write(pb.GenerateResponse(started=started))
-
-    async def _model_unless_ended(self, stream: LiveStream) -> Model | None:
-        """Waits for the model; None when an Abort comes first."""
-        model = asyncio.ensure_future(self._served.wait())
-        ended = asyncio.ensure_future(stream.ended.wait())
-        try:
-            await asyncio.wait([model, ended], return_when=asyncio.FIRST_COMPLETED)
-            return model.result() if model.done() else None
-        finally:
-            model.cancel()
-            ended.cancel()
 
 
 async def _write_deltas(stream: LiveStream, context: Context) -> None:

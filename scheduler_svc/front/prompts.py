@@ -1,7 +1,7 @@
-"""From a prompt, as a client gave it, to token ids that the model can compute.
+"""Turns a client's prompt into token ids that the model can compute.
 
-However they came - as text, as a chat, as ids - the ids are checked in one place. Nothing that
-grows with a prompt is done before its length has been looked at.
+Whether the prompt is text, a chat or ids, the ids are checked in one place. No work proportional to
+the prompt's length is done before that length has been checked.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from collections.abc import Sequence
 from typing import Final
 
 from protos import inference_pb2 as pb
+from scheduler_svc.core.limits import longest_request
 from scheduler_svc.engine.events import ModelFacts
 from scheduler_svc.errors import RequestRejected
 from scheduler_svc.front.served_model import Model
 from scheduler_svc.text.prompt_length import TokenLimit
 
-# Which roles there are is the template's business, but it may build a control token of one.
+# The template decides which roles exist, but it may build a control token from one.
 ROLE: Final = re.compile(r"[\w .-]{0,64}")
-MAX_CONVERTED_TOKENS: Final = 1 << 18  # by Tokenize and Detokenize, if the context is no longer
+MAX_CONVERTED_TOKENS: Final = 1 << 18  # by Tokenize and Detokenize; more in longer contexts
 
 
 def prompt_token_ids(
     request: pb.GenerateRequest | pb.TokenizeRequest, model: Model, add_special_tokens: bool = True
 ) -> list[int]:
-    """At least one token, each one of the model's vocabulary. Raises RequestRejected.
+    """At least one token, all in the model's vocabulary. Raises RequestRejected.
 
     A prompt that is far too long is refused before all of it is tokenised or copied.
     """
@@ -52,7 +53,7 @@ def prompt_token_ids(
 
 
 def _conversion_limit(facts: ModelFacts) -> TokenLimit:
-    """What Tokenize and Detokenize convert at once; never less than a prompt."""
+    """The limit of Tokenize and Detokenize, never less than that of a prompt."""
     return TokenLimit(max(MAX_CONVERTED_TOKENS, facts.max_model_len), " in one call")
 
 
@@ -76,13 +77,13 @@ def chat_messages(chat: pb.ChatMessages) -> list[dict[str, str]]:
                 f"chat.messages[{index}].role",
                 message["role"],
                 "up to 64 letters, digits, spaces, '_', '-' and '.'; the model's chat template "
-                "knows which roles there are",
+                "defines the roles",
             )
     return messages
 
 
 def prompt_bytes(request: pb.GenerateRequest | pb.TokenizeRequest) -> int:
-    """Of the text that is to be tokenised."""
+    """Size of the text to tokenise; 0 for token ids."""
     match request.WhichOneof("prompt"):
         case "text":
             return len(request.text)
@@ -92,19 +93,9 @@ def prompt_bytes(request: pb.GenerateRequest | pb.TokenizeRequest) -> int:
             return 0
 
 
-def room(facts: ModelFacts) -> tuple[int, str]:
-    """Tokens of a prompt and its answer together, and what sets that limit."""
-    limits = {
-        "max_model_len": facts.max_model_len,
-        "the KV pool in tokens": facts.pool_tokens,
-    }
-    name, limit = min(limits.items(), key=lambda item: item[1])
-    return limit, name
-
-
 def _prompt_limit(facts: ModelFacts) -> TokenLimit:
-    limit, name = room(facts)
-    return TokenLimit(limit - 1, f", for {name} is {limit} and the answer needs one")
+    longest, bound = longest_request(facts.max_model_len, facts.pool_tokens)
+    return TokenLimit(longest - 1, f": {bound}, and the answer needs one")
 
 
 def _check_length(length: int, limit: TokenLimit, of: str) -> None:
@@ -113,7 +104,7 @@ def _check_length(length: int, limit: TokenLimit, of: str) -> None:
 
 
 def _check_prompt_tokens(kind: str, token_ids: Sequence[int], model: Model) -> None:
-    """An id past the embedding would make the worker's step fail, and every request in it."""
+    """An id beyond the embedding would fail the worker's step, with every request in it."""
     size = model.facts.num_embeddings
     if kind == "tokens":
         check_token_ids("tokens.ids", token_ids, size)

@@ -1,9 +1,9 @@
-"""The model that is served: what its worker said about it, and its tokenizer.
+"""The model being served: the facts that its worker reported, and its tokenizer.
 
 Follows the engine's Status. When a worker is ready with a model, its tokenizer is loaded in a
-thread; requests that come before that wait here. Whatever ends the loading is told to them, and the
-next worker that is ready is a reason to try again. A worker that is lost later changes nothing: the
-model stays known, requests queue in the engine.
+thread; requests that come before that wait for it in `wait`. If loading fails, they get the reason,
+and the next worker that becomes ready starts another attempt. A worker lost later changes nothing:
+the model stays known, and requests queue in the engine.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from scheduler_svc.engine.events import ModelFacts, Status
-from scheduler_svc.errors import QueueFull, Unavailable
+from scheduler_svc.errors import Unavailable
 from scheduler_svc.text.tokenizer import Tokenizer
 
-log = logging.getLogger(__name__)
-
-NO_WORKER = Status(worker="none", model=None, fatal_error=None, num_running=0, num_waiting=0)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """All that the API needs to read a request and to write an answer."""
+    """Everything the API needs to read a request and to write an answer."""
 
     name: str  # what clients see
     facts: ModelFacts
@@ -34,42 +32,44 @@ class Model:
 
 
 class ServedModel:
-    """Belongs to the event loop's thread, but for `on_status`."""
+    """Belongs to the event loop's thread, except `on_status`."""
 
     def __init__(
         self,
         name: str,
         loop: asyncio.AbstractEventLoop,
         *,
-        max_waiting: int = 0,
         wait_seconds: float = 0.0,
         load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load,
     ) -> None:
-        self.status = NO_WORKER
+        self.status = Status()
         self._name = name
         self._loop = loop
-        self._max_waiting = max_waiting  # 0 = no limit
-        self._wait_seconds = wait_seconds  # 0 = for ever
+        self._wait_seconds = wait_seconds  # 0 = forever
         self._load = load_tokenizer
-        self._num_waiting = 0
         self._model: Model | None = None
         self._loading: str | None = None  # the model's path
         self._load_error: str | None = None
         self._changed = asyncio.Event()  # a new one after each change
 
     def on_status(self, status: Status) -> None:
-        """From the engine's thread."""
+        """Called in the engine's thread."""
         self._loop.call_soon_threadsafe(self._update, status)
 
     @property
     def is_ready(self) -> bool:
-        """A request that came now would be worked on at once."""
+        """A request would be scheduled immediately."""
         return self.status.is_ready and self._model is not None and self.error is None
 
     @property
     def error(self) -> str | None:
-        """Why waiting is of no use."""
+        """Why waiting for a model is pointless; None when it is not."""
         return self.status.fatal_error or self._load_error
+
+    @property
+    def is_awaited(self) -> bool:
+        """A request would have to wait for the model."""
+        return self._model is None and self.error is None
 
     @property
     def model(self) -> Model:
@@ -80,39 +80,30 @@ class ServedModel:
         return self._model
 
     async def wait(self) -> Model:
-        """The model, once it is there. Raises Unavailable or QueueFull."""
-        if self.error is not None:
-            raise Unavailable(self.error)
-        if self._model is not None:
-            return self._model
-        if 0 < self._max_waiting <= self._num_waiting:
-            raise QueueFull(self._num_waiting, self._max_waiting)
-        self._num_waiting += 1
+        """The model, once it is loaded. Raises Unavailable."""
         try:
             async with asyncio.timeout(self._wait_seconds or None):
-                while self._model is None and self.error is None:
+                while self.is_awaited:
                     await self._changed.wait()
         except TimeoutError:
             raise Unavailable(
                 f"no worker was ready within {self._wait_seconds:g} s (worker_wait); "
                 f"{self._obstacle()}"
             ) from None
-        finally:
-            self._num_waiting -= 1
         if self.error is not None:
             raise Unavailable(self.error)
         return self.model
 
     def _obstacle(self) -> str:
         state = f"worker: {self.status.worker}"
-        return state if self._loading is None else f"{state}, its tokenizer is being read"
+        return state if self._loading is None else f"{state}, its tokenizer is being loaded"
 
     async def wait_until_ready_is(self, value: bool) -> None:
         while self.is_ready != value:
             await self._changed.wait()
 
     async def wait_for_error(self) -> str:
-        """Until waiting is of no use; why."""
+        """Waits until waiting for the model is pointless; returns the reason."""
         while self.error is None:
             await self._changed.wait()
         return self.error
@@ -124,7 +115,7 @@ class ServedModel:
             status.model,
             status.fatal_error,
         ):
-            return  # only the counts: these change with every step
+            return  # only the counts, which change with every step
         if status.is_ready and status.model is not None:
             self._follow(status.model)
         self._announce()
@@ -136,8 +127,8 @@ class ServedModel:
             self._model = None
             self._load_error = None
             self._loading = facts.model_path
-            log.info("reading tokenizer and configuration of %s", facts.model_path)
-            # a daemon: a process that is told to stop must not wait for files, or for a network
+            logger.info("loading tokenizer and configuration of %s", facts.model_path)
+            # a daemon thread: a stopping process must not wait for files, or for a network
             threading.Thread(
                 target=self._load_in_thread,
                 args=(facts.model_path,),
@@ -149,17 +140,17 @@ class ServedModel:
         outcome: Tokenizer | str
         try:
             outcome = self._load(path)
-        except BaseException as error:  # a library's SystemExit and a panic in Rust, too
-            is_told = isinstance(error, OSError | ValueError)
-            what = str(error) if is_told else f"{type(error).__name__}: {error}"
+        except BaseException as error:  # including a library's SystemExit and a panic in Rust
+            is_expected = isinstance(error, OSError | ValueError)
+            what = str(error) if is_expected else f"{type(error).__name__}: {error}"
             outcome = f"the tokenizer and configuration of {path} cannot be loaded: {what}"
-            log.error("%s", outcome, exc_info=None if is_told else error)
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            logger.error("%s", outcome, exc_info=None if is_expected else error)
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(self._loaded, path, outcome)
 
     def _loaded(self, path: str, outcome: Tokenizer | str) -> None:
         if self._loading != path:
-            return  # another model is loading by now
+            return  # another model is being loaded by now
         self._loading = None
         facts = self.status.model
         if isinstance(outcome, str):

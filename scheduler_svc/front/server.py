@@ -1,8 +1,8 @@
 """The gRPC server of the scheduler process, and its life from start to drained.
 
-`serve` owns the event loop's side: it starts the engine and the server, mirrors readiness into
-grpc.health.v1, and on SIGTERM or SIGINT refuses new requests, lets streams end within the grace,
-and stops. What a call does is the services' matter.
+`serve` runs in the event loop: it starts the engine and the server, mirrors readiness into
+grpc.health.v1, and on SIGTERM or SIGINT refuses new requests, lets running streams end within
+drain_grace, and stops. What a call does is up to the services.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from protos import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from scheduler_svc.engine.events import Event, Status
 from scheduler_svc.errors import Unavailable
 from scheduler_svc.front import background
-from scheduler_svc.front.admin_service import AdminService, Views
+from scheduler_svc.front.admin_service import AdminService
 from scheduler_svc.front.inference_service import InferenceService
 from scheduler_svc.front.served_model import ServedModel
 from scheduler_svc.front.statuses import StatusInterceptor
 from scheduler_svc.front.streams import LiveStreams
 from scheduler_svc.settings import systemd
 from scheduler_svc.settings.config import Config
-from scheduler_svc.settings.descriptors import most_connections
+from scheduler_svc.settings.descriptors import max_connections
 from scheduler_svc.text.tokenizer import Tokenizer
 from scheduler_svc.text.tokenizer_files import import_ahead
 
 if TYPE_CHECKING:
     from scheduler_svc.engine.engine import Engine
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN: Final = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
@@ -44,59 +43,56 @@ STOP_SECONDS: Final = 1.0  # for calls that still write when all streams have en
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
-MakeEngine = Callable[[Callable[[list[Event]], None], Callable[[Status], None]], "Engine"]
-
 
 class CannotListen(Exception):
-    """An address is taken, or not this machine's: the one for clients or the one for workers."""
+    """The address for clients or for workers is in use, or belongs to another machine."""
 
 
 class EngineCrashed(Exception):
-    """An invariant of the scheduler is broken, or something that runs beside the calls has died:
-    the process must end, and start anew."""
+    """An invariant of the scheduler is broken, or a background task or thread has died: the process
+    must be restarted."""
 
 
 class ModelRefused(Exception):
-    """The model cannot be served, and a new start would not change that."""
+    """The model cannot be served, and a restart would not change that."""
 
 
 class Server:
-    """Engine, services and health, on one port."""
+    """The services and health, on one port, in front of an engine."""
 
     def __init__(
         self,
         config: Config,
-        make_engine: MakeEngine,
-        views: Views,
+        engine: Engine,
         load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load,
     ) -> None:
-        """Inside a running event loop. Raises CannotListen; nothing is started yet."""
+        """Needs a running event loop. Raises CannotListen; starts nothing."""
         loop = asyncio.get_running_loop()
         self._grace = config.drain_grace
         self._streams = LiveStreams(loop)
         self.served = ServedModel(
             config.model_name,
             loop,
-            max_waiting=config.max_queue_size,
             wait_seconds=config.worker_wait,
             load_tokenizer=load_tokenizer,
         )
-        self._engine = make_engine(self._streams.deliver, self.served.on_status)
+        self._engine = engine
+        engine.attach(self._streams.deliver, self.served.on_status)
         self._health = health.aio.HealthServicer()
         self._grpc = grpc.aio.server(
             interceptors=[StatusInterceptor()],
             options=[
-                ("grpc.so_reuseport", 0),  # else a second server takes half of the connections
-                # A stream is silent while its request is queued: clients may ping all the while.
+                ("grpc.so_reuseport", 0),  # else a second server gets half of the connections
+                # A stream is silent while its request is queued: let clients ping meanwhile.
                 ("grpc.http2.max_ping_strikes", 0),
-                ("grpc.max_allowed_incoming_connections", most_connections()),
+                ("grpc.max_allowed_incoming_connections", max_connections()),
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", config.max_message_bytes),
             ],
         )
-        inference = InferenceService(config, self._engine, self._streams, self.served)
+        inference = InferenceService(config, engine, self._streams, self.served)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, self._grpc)
-        admin = AdminService(self._engine, self._streams, views)
+        admin = AdminService(engine, self._streams)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection(
@@ -111,26 +107,26 @@ class Server:
         return len(self._streams)
 
     async def start(self, on_crash: Callable[[BaseException], None]) -> None:
-        """Raises CannotListen when the engine cannot bind its worker link."""
+        """Raises CannotListen when the engine cannot bind the worker link."""
         await self._health.set("", SERVING)
         await self._health.set(INFERENCE, NOT_SERVING)
-        self._mirror = background.spawn(self._mirror_readiness(), "mirror of readiness")
+        self._mirror = background.spawn(self._mirror_readiness(), "readiness mirror")
         try:
             self._engine.start(on_crash)
-        except (OSError, ValueError) as error:  # the address, or a file of keys
+        except (OSError, ValueError) as error:  # the address, or a key file
             raise CannotListen(str(error)) from error
         await self._grpc.start()
 
     async def drain_and_stop(
         self, hurry: asyncio.Event | None = None, why: str | None = None
     ) -> None:
-        """New requests get UNAVAILABLE; running ones have the grace to end, then get it too.
+        """New requests get UNAVAILABLE at once, running ones after the grace period.
 
-        `hurry` cuts the grace short; `why` is what new requests are told.
+        `hurry` ends the grace period; `why` is the message for new requests.
         """
         try:
             await self._drain(hurry or asyncio.Event(), why)
-        finally:  # whatever happens, no port and no thread may keep the process
+        finally:  # whatever happens, no port and no thread may keep the process alive
             try:
                 await self._grpc.stop(STOP_SECONDS)
             finally:
@@ -139,9 +135,9 @@ class Server:
     async def _drain(self, hurry: asyncio.Event, why: str | None) -> None:
         if self._mirror is not None:
             self._mirror.cancel()
-        error = Unavailable(why or "the server is draining: try another one, or later")
-        self._streams.refuse(error)
-        self._streams.fail_waiting(error)
+        self._streams.refuse(
+            Unavailable(why or "the server is draining; try another server, or try later")
+        )
         await self._health.enter_graceful_shutdown()
         ends: list[asyncio.Task[object]] = [
             asyncio.create_task(self._streams.wait_idle()),
@@ -157,20 +153,19 @@ class Server:
         while True:
             await self.served.wait_until_ready_is(not is_ready)
             is_ready = not is_ready
-            log.info("%s", "ready" if is_ready else "not ready: waiting for a worker")
+            logger.info("%s", "ready" if is_ready else "not ready: waiting for a worker")
             await self._health.set(INFERENCE, SERVING if is_ready else NOT_SERVING)
 
 
 async def serve(
     config: Config,
-    make_engine: MakeEngine,
-    views: Views,
+    engine: Engine,
     load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load,
 ) -> None:
-    """Runs until SIGTERM or SIGINT; a second one cuts the grace short.
+    """Runs until SIGTERM or SIGINT; a second signal ends the grace period.
 
-    Raises CannotListen, EngineCrashed or ModelRefused (with exit_on_model_error). Whatever is
-    raised, nothing that was started still runs.
+    Raises CannotListen, EngineCrashed or ModelRefused (with exit_on_model_error). Everything that
+    was started is stopped before it returns or raises.
     """
     stop, hurry = asyncio.Event(), asyncio.Event()
     crashes: list[BaseException] = []
@@ -180,7 +175,7 @@ async def serve(
     def on_signal() -> None:
         (hurry if stop.is_set() else stop).set()
 
-    def on_crash(error: BaseException) -> None:  # in any thread
+    def on_crash(error: BaseException) -> None:  # from any thread
         crashes.append(error)
         loop.call_soon_threadsafe(hurry.set)
         loop.call_soon_threadsafe(stop.set)
@@ -193,19 +188,19 @@ async def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    server = Server(config, make_engine, views, load_tokenizer)
+    server = Server(config, engine, load_tokenizer)
     with background.ends_the_process(on_crash):
         try:
             await server.start(on_crash)
-            import_ahead()  # not before: an address that is taken is to be told at once
+            import_ahead()  # only now: an address in use must be reported at once
             if config.exit_on_model_error:
-                background.spawn(stop_on_model_error(), "end on a model's error")
-            log.info("listening on %s:%d for clients", config.host, server.port)
+                background.spawn(stop_on_model_error(), "exit on model error")
+            logger.info("listening on %s:%d for clients", config.host, server.port)
             systemd.notify("READY=1")
             await stop.wait()
             systemd.notify("STOPPING=1")
             if not crashes:
-                log.info("stopping; running streams have %g s to end", config.drain_grace)
+                logger.info("stopping; running streams have %g s to end", config.drain_grace)
         except BaseException:
             hurry.set()
             raise
@@ -216,7 +211,7 @@ async def serve(
         raise EngineCrashed(f"{type(error).__name__}: {error}") from error
     if refusals:
         raise ModelRefused(refusals[0])
-    log.info("stopped")
+    logger.info("stopped")
 
 
 def _bind(server: Any, host: str, port: int) -> int:
@@ -225,7 +220,7 @@ def _bind(server: Any, host: str, port: int) -> int:
         bound: int = server.add_insecure_port(address)
     except RuntimeError as error:
         raise CannotListen(
-            f"cannot listen on {address}: is another server using the port, and is the address "
-            f"one of this machine? Choose another with --host and --port ({error})"
+            f"cannot listen on {address}: is another server using the port, or does the address "
+            f"belong to another machine? Choose another with --host and --port ({error})"
         ) from error
     return bound

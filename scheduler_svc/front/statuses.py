@@ -1,20 +1,23 @@
 """The one place where exceptions become gRPC statuses.
 
-Handlers raise; this interceptor ends the call. Anything that is no ChairliftError is a bug: it is
-logged with its traceback, and the client learns no more than that.
+Handlers raise; this interceptor ends the call. An exception other than ChairliftError is a bug: it
+is logged with its traceback, and the client only gets INTERNAL.
 
-It also parses requests, so that one of many megabytes is refused before that: parsing is done in
-the event loop, and takes a second for 64 MB of small fields.
+The interceptor also parses requests, so that it can refuse large ones first: parsing runs in the
+event loop, and takes a second for 64 MB of small fields. After a large one it returns freed memory
+to the system, as glibc keeps what a thread has freed for that thread's next allocation: after some
+long texts, hundreds of MB that nobody will ask for again.
 
 QueueFull carries google.rpc.RetryInfo in `grpc-status-details-bin`, where client libraries look
-for it. Its three messages are framed by hand around protobuf's own Any and Duration: the packages
-that define them (googleapis-common-protos, grpcio-status) would be two more dependencies for
-some twenty bytes.
+for it. Its three messages are encoded by hand around protobuf's own Any and Duration: the packages
+that define them (googleapis-common-protos, grpcio-status) would be two more dependencies for some
+twenty bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, NamedTuple
@@ -29,16 +32,14 @@ from scheduler_svc.errors import (
     DeadlineExceeded,
     DuplicateRequest,
     NotImplementedYet,
-    Paused,
     QueueFull,
     RequestFailed,
     RequestRejected,
     Unavailable,
     UnknownRequest,
 )
-from scheduler_svc.front.trimming import Trimmer
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 STATUS_OF: Final[dict[type[ChairliftError], grpc.StatusCode]] = {
     RequestRejected: grpc.StatusCode.INVALID_ARGUMENT,
@@ -46,20 +47,21 @@ STATUS_OF: Final[dict[type[ChairliftError], grpc.StatusCode]] = {
     DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
     UnknownRequest: grpc.StatusCode.NOT_FOUND,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Paused: grpc.StatusCode.FAILED_PRECONDITION,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     RequestFailed: grpc.StatusCode.INTERNAL,
 }
 OWN_METHODS: Final = "/chairlift.v1."
-BUG: Final = "a bug in Chairlift; the scheduler's log tells more"
+BUG: Final = "internal error in Chairlift; see the scheduler's log"
 MAX_REQUEST_BYTES: Final = 16 << 20
 MAX_DETAILS_BYTES: Final = 6 << 10  # of a message, percent-encoded; clients allow 8 KiB in all
+LARGE_BYTES: Final = 1 << 16  # of a request: tokenising takes up to 200 times as much
+TRIM_DELAY_SECONDS: Final = 1.0  # so that one trim serves many requests, after they are gone
 DETAILS_KEY: Final = "grpc-status-details-bin"
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps the handlers of chairlift.v1, which are coroutines; health and reflection pass."""
+    """Wraps the handlers of chairlift.v1, which are coroutines, and not health and reflection."""
 
     def __init__(self) -> None:
         self._trimmer = Trimmer()
@@ -87,8 +89,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     def _guarded(self, handler: Any, method: str, parse: Any) -> Any:
         async def call(message: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            # gRPC keeps what `abort` raises in a cycle, and with it what this frame and the error's
-            # hold: long texts would stay until the garbage collector comes by.
+            # gRPC keeps the exception of `abort` in a reference cycle, and with it this frame and
+            # the error's: long texts would stay in memory until the garbage collector runs.
             num_bytes, held = len(message), [message]
             del message
             try:
@@ -98,17 +100,36 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 error.__traceback__ = None
             except grpc.aio.AbortError:
                 raise
-            except grpc.aio.InternalError as error:  # a write failed: the client has gone
-                log.debug("%s ended with its client: %s", method, error)
+            except grpc.aio.InternalError as error:  # a write failed: the client has disconnected
+                logger.debug("%s: the client disconnected: %s", method, error)
                 raise asyncio.CancelledError from error
             except Exception:
-                log.exception("%s failed", method)
+                logger.exception("%s failed", method)
                 status = Status(grpc.StatusCode.INTERNAL, BUG)
             finally:
                 self._trimmer.note(num_bytes)
             await context.abort(*status)
 
         return call
+
+
+class Trimmer:
+    """Returns freed memory to the system some time after large requests. For the event loop."""
+
+    def __init__(self) -> None:
+        self._trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc needs it
+        self._is_due = False
+
+    def note(self, num_bytes: int) -> None:
+        """A request of this size has been handled."""
+        if self._trim is None or self._is_due or num_bytes < LARGE_BYTES:
+            return
+        self._is_due = True
+        asyncio.get_running_loop().call_later(TRIM_DELAY_SECONDS, self._begin)
+
+    def _begin(self) -> None:
+        self._is_due = False
+        asyncio.get_running_loop().run_in_executor(None, self._trim, 0)
 
 
 class Status(NamedTuple):
@@ -137,7 +158,7 @@ def _parsed(message: bytes, parse: Any) -> Any:
 
 
 def _cut(details: str) -> str:
-    """gRPC drops a status whose message is too long, and says RESOURCE_EXHAUSTED instead."""
+    """gRPC replaces a status whose message is too long by RESOURCE_EXHAUSTED."""
     while 3 * len(details.encode()) > MAX_DETAILS_BYTES:
         details = details[: len(details) // 2] + "…"
     return details

@@ -1,28 +1,29 @@
-"""From what a client asked to what the engine takes, or an error that says what is wrong.
+"""Turns a client's GenerateRequest into the engine's Submission, or says what is wrong with it.
 
-Every field is checked here, once: the core trusts what it gets. A value that is not allowed is
-RequestRejected, naming field, value and limit; one that this version cannot honour is
-NotImplementedYet; neutral values of such fields are fine. An unset value becomes the model's
-default where its generation config states one, else the neutral value of the API.
+All fields are checked by functions of this file; the core trusts its input. `request_id` and `n`
+are checked on arrival, as a request needs them even before there is a model, everything else by
+`validate`. A value that is not allowed raises RequestRejected with field, value and limit; one that
+this version does not support raises NotImplementedYet, unless it is neutral. An unset value becomes
+the model's default if its generation config states one, else the neutral value of the API.
 
-Pure: the same request, model and drawn seed give the same submission. It may take a second for a
-long text, so the service calls it in a thread, and what is cheap to check is checked first.
+Pure: the same request, model and drawn seed give the same submission. A long text may take a
+second, so the service runs `validate` in a thread, and cheap checks come first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from protos import inference_pb2 as pb
 from protos.sampling import SAMPLER_FIELDS, SAMPLING_FIELDS, UNSUPPORTED_FIELDS
+from scheduler_svc.core.limits import longest_request
 from scheduler_svc.core.request import NewRequest, Sampling
-from scheduler_svc.engine.events import ModelFacts, Submission
+from scheduler_svc.engine.events import ModelFacts, Submission, check_fits
 from scheduler_svc.errors import NotImplementedYet, RequestRejected
-from scheduler_svc.front.prompts import check_token_ids, prompt_token_ids, room
+from scheduler_svc.front.prompts import check_token_ids, prompt_token_ids
 from scheduler_svc.front.served_model import Model
 from scheduler_svc.text.text import OutputText
 
@@ -32,20 +33,15 @@ MAX_STOP_CHARS: Final = 1024
 MAX_STOP_TOKEN_IDS: Final = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    submission: Submission
-    seed: int  # the one in effect
-
-
-def admit(
+def validate(
     request: pb.GenerateRequest,
     request_id: str,
     drawn_seed: int,
     model: Model,
     max_requests_per_batch: int,
-) -> Admitted:
-    """Raises RequestRejected or NotImplementedYet. `drawn_seed` counts when none was asked for."""
+    is_streamed: bool = True,
+) -> Submission:
+    """Raises RequestRejected or NotImplementedYet. `drawn_seed` is used if none was given."""
     asked = request.sampling
     n = num_siblings(asked, max_requests_per_batch)
     _check_ranges(asked)
@@ -79,20 +75,22 @@ def admit(
         cache_salt=request.cache_salt,
         n=n,
     )
-    return Admitted(Submission(new, texts), sampling.seed)
+    return Submission(new, texts, is_streamed)
 
 
 def check_request_id(request_id: str) -> None:
     if len(request_id) > MAX_ID_CHARS or not request_id.isprintable():
         raise RequestRejected(
-            "request_id", request_id, f"up to {MAX_ID_CHARS} printable characters; empty = made up"
+            "request_id",
+            request_id,
+            f"up to {MAX_ID_CHARS} printable characters; empty = generated",
         )
 
 
 def num_siblings(asked: pb.SamplingParams, max_requests_per_batch: int) -> int:
-    """How many answers are wanted. Raises RequestRejected.
+    """The number of answers requested. Raises RequestRejected.
 
-    Siblings get their first tokens from one step, so all of them must find a place in it.
+    Siblings get their first tokens from one step, so all of them must fit into it.
     """
     n: int = _or(asked, "n", 1)
     if not 1 <= n <= max_requests_per_batch:
@@ -166,7 +164,7 @@ def _stop_strings(asked: pb.SamplingParams) -> list[str]:
 
 
 def _hidden_tokens(stops: Sequence[str], model: Model) -> dict[int, str]:
-    """The special tokens that a stop string spells: they are not in the text it is sought in."""
+    """The special tokens that a stop string spells, which the output text omits."""
     if not stops:
         return {}
     return {
@@ -177,18 +175,12 @@ def _hidden_tokens(stops: Sequence[str], model: Model) -> dict[int, str]:
 
 
 def _max_tokens(asked: pb.SamplingParams, num_prompt: int, facts: ModelFacts) -> int:
-    """What fits beside the prompt into the model's context and into the pool, or what is asked."""
-    limit, name = room(facts)
-    left = limit - num_prompt
-    if not asked.HasField("max_tokens"):
-        return left
-    if asked.max_tokens > left:
-        raise RequestRejected(
-            "sampling.max_tokens",
-            asked.max_tokens,
-            f"at most {left}, for the prompt has {num_prompt} tokens and {name} is {limit}",
-        )
-    return asked.max_tokens
+    """The value given, or as many as fit beside the prompt."""
+    if asked.HasField("max_tokens"):
+        check_fits(num_prompt, asked.max_tokens, facts)
+        return asked.max_tokens
+    longest, _ = longest_request(facts.max_model_len, facts.pool_tokens)
+    return longest - num_prompt
 
 
 def _or(asked: Any, name: str, default: Any) -> Any:

@@ -1,12 +1,12 @@
 """The settings of the scheduler process: one flat, frozen value, checked once.
 
-Sources, the first that has a key wins: command line (`--max-batch-tokens 512`), environment
+Sources in order of precedence: command line (`--max-batch-tokens 512`), environment
 (`CHAIRLIFT_MAX_BATCH_TOKENS=512`), TOML file (`max_batch_tokens = 512`; `--config FILE` or
 CHAIRLIFT_CONFIG), default. A wrong or unknown key is an error that names key, value, source and
 what is allowed.
 
-Owns keys, defaults, limits and their help. Reading the sources is config_sources.py. A worker has
-no settings of its own: `to_configure` is all that it is told.
+Owns keys, defaults, limits and help texts. config_sources.py reads the sources. A worker has no
+settings of its own; it receives `to_configure`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from protos.link import HEARTBEAT_SECONDS
 from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.step_time import TARGET_STEP_MS
 
-MAX_IPC_PATH_BYTES: Final = 107  # what a Unix socket's address holds
-MIN_HEARTBEATS: Final = 4  # that must fail to come before a worker counts as dead
+MAX_IPC_PATH_BYTES: Final = 107  # of a Unix socket's address
+MIN_HEARTBEATS: Final = 4  # missing ones before a worker may count as dead
 _MAX_COUNT: Final = (1 << 31) - 1
 
-# What a worker is told is a message, whose fields bound the integers in it.
+# Integers sent to the worker must fit their fields of the Configure message.
 _MAXIMA: Final = {
     spec.name: {
         FieldDescriptor.CPPTYPE_INT32: _MAX_COUNT,
@@ -56,20 +56,19 @@ class UnknownKey(ConfigError):
         hint = f" Did you mean {close[0]}?" if close else ""
         ValueError.__init__(
             self,
-            f"there is no setting {key} ({source}, value {value!r}).{hint} "
-            f"Allowed: {', '.join(known)}",
+            f"unknown setting {key} ({source}, value {value!r}).{hint} Allowed: {', '.join(known)}",
         )
         self.key = key
 
 
 class Rule(NamedTuple):
-    """What a key may be."""
+    """The help text and the allowed values of a key."""
 
     help: str
     minimum: float | None = None
     maximum: float | None = None
     choices: tuple[str, ...] | None = None
-    why: str = ""  # the bounds are what they are
+    why: str = ""  # reason for the bounds
 
 
 def setting(default: Any, help: str, **limits: Any) -> Any:
@@ -77,22 +76,22 @@ def setting(default: Any, help: str, **limits: Any) -> Any:
 
 
 def default_worker_address() -> str:
-    """A socket in a folder that is this user's own (`prepare_worker_address` makes it)."""
+    """A socket in a folder owned by this user (`prepare_worker_address` creates it)."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     own = f"chairlift-{os.getuid()}"
     folders = [Path(runtime) / "chairlift"] if runtime else []
     folders += [Path(tempfile.gettempdir()) / own, Path("/tmp") / own]
     addresses = [f"ipc://{folder}/worker.ipc" for folder in folders]
-    return next(filter(_fits, addresses))  # a cluster's TMPDIR may be longer than that
+    return next(filter(_fits, addresses))  # a cluster's TMPDIR may be too long
 
 
 def _fits(address: str) -> bool:
-    """Whether a Unix socket can have an ipc:// address."""
+    """Whether an ipc:// address is short enough for a Unix socket."""
     return len(os.fsencode(address.removeprefix("ipc://"))) <= MAX_IPC_PATH_BYTES
 
 
 def prepare_worker_address(address: str) -> None:
-    """Makes the folder of an ipc socket, closed to other users. Raises ConfigError."""
+    """Creates the folder of an ipc socket, closed to other users. Raises ConfigError."""
     scheme, _, path = address.partition("://")
     if scheme != "ipc":
         return
@@ -102,14 +101,14 @@ def prepare_worker_address(address: str) -> None:
         owner = folder.stat().st_uid
     except OSError as error:
         raise ConfigError(
-            "worker_address", address, str(error), "a socket in a folder that can be made"
+            "worker_address", address, str(error), "a socket in a folder that can be created"
         ) from None
     if address == default_worker_address() and owner != os.getuid():
         raise ConfigError(
             "worker_address",
             address,
             f"{folder} belongs to another user",
-            "a socket in a folder of this user",
+            "a socket in a folder owned by this user",
         )
 
 
@@ -159,15 +158,15 @@ class Config:
     )
     max_batch_tokens: int = setting(
         2048,
-        "tokens of one step; 2048 fills a GPU with prefill, yet keeps the step short for the "
-        "decodes beside it; at least max_requests_per_batch",
+        "tokens of one step; 2048 of prefill saturate a GPU, yet keep the step short for decoding "
+        "requests; at least max_requests_per_batch",
         minimum=1,
         maximum=1 << 24,
     )
     target_step_ms: float | None = setting(
         None,
-        "milliseconds that a step aims at while somebody waits for its tokens; prompts are cut for "
-        "it; 0 = never, unset = by device ("
+        "target for the duration of a step in milliseconds while other requests are decoding; "
+        "prompts are split to meet it; 0 = no target, unset = by device ("
         + ", ".join(f"{device} {aim:g}" for device, aim in TARGET_STEP_MS.items())
         + ")",
         minimum=0.0,
@@ -175,8 +174,8 @@ class Config:
     )
     max_requests_per_batch: int = setting(
         64,
-        "requests of one step, at most max_batch_tokens; if only one of the two is set, the other "
-        "one's default follows",
+        "requests of one step, at most max_batch_tokens; if only one of the two is set, the "
+        "default of the other is adjusted",
         minimum=1,
         maximum=1 << 16,
     )
@@ -211,11 +210,11 @@ class Config:
         maximum=1.0,
     )
     allow_block_sharing: bool = setting(
-        True, "prefix cache: requests that begin alike share KV, unless their cache_salt differs"
+        True, "prefix cache: requests with a common prefix and the same cache_salt share its KV"
     )
     cpu_offload_space: float = setting(
         0.0,
-        "GiB of host memory to swap KV to when the pool is short; 0 = compute it again",
+        "GiB of host memory for swapping KV when the pool is full; 0 = recompute it instead",
         minimum=0.0,
         maximum=float(1 << 20),
     )
@@ -226,24 +225,24 @@ class Config:
     )
     use_async_batching: bool = setting(
         True,
-        "plan the next step while one runs, so that the worker need not wait for it; false = one "
-        "plan at a time, with the same tokens",
+        "plan the next step while one runs, so that the worker does not wait; false = one plan at "
+        "a time, with the same tokens",
     )
     q_padding_interval_size: int = setting(
-        8, "rows between two decode graphs, up to 64 rows; wider steps lie further apart", minimum=1
+        8, "rows between two decode graphs, up to 64 rows; larger graphs are wider apart", minimum=1
     )
     kv_padding_interval_size: int = setting(
         64,
-        "without effect: block tables are ragged and are read on the device, so no width is padded",
+        "no effect: block tables are ragged, so their width is not padded",
         minimum=1,
     )
 
     # The service
     host: str = setting("0.0.0.0", "address to listen on; 127.0.0.1 = this machine only")
     port: int = setting(
-        50051, "port to listen on; 0 = any free one (the log says which)", minimum=0, maximum=65535
+        50051, "port to listen on; 0 = any free one (see the log)", minimum=0, maximum=65535
     )
-    worker_address: str = setting("", "ipc:// or tcp:// to bind for workers; empty = ipc, private")
+    worker_address: str = setting("", "ipc:// or tcp:// address for workers; empty = a private ipc")
     max_queue_size: int = setting(
         0,
         "requests that may wait for a row before new ones are refused; 0 = no limit",
@@ -255,37 +254,37 @@ class Config:
     )
     worker_wait: float = setting(
         0.0,
-        "seconds a request waits for the first worker to be ready, then UNAVAILABLE; 0 = for ever",
+        "seconds a request waits for the first worker to be ready, then UNAVAILABLE; 0 = forever",
         minimum=0.0,
     )
     heartbeat_timeout: float = setting(
         10.0,
-        "seconds without a heartbeat until a worker counts as dead",
+        "seconds without a heartbeat after which a worker counts as dead",
         minimum=MIN_HEARTBEATS * HEARTBEAT_SECONDS,
         why=f"a worker sends one every {HEARTBEAT_SECONDS:g} s, and a busy machine delays some",
     )
     step_timeout: float = setting(
         300.0,
-        "seconds until a step that makes no progress costs the worker its session, and the worker "
-        "ends itself to be started anew; 0 = never",
+        "seconds without progress of a step after which the worker's session ends, and the worker "
+        "exits to be restarted; 0 = never",
         minimum=0.0,
     )
     exit_on_model_error: bool = setting(
         False,
-        "end with exit code 2 when the model cannot be served, as chairlift serve does; false = "
-        "answer UNAVAILABLE with the reason until a worker comes that can",
+        "exit with code 2 when the model cannot be served, as chairlift serve does; false = "
+        "answer UNAVAILABLE with the reason until a worker can serve it",
     )
     drain_grace: float = setting(
-        30.0, "seconds that running streams get to end after SIGTERM", minimum=0.0
+        30.0, "seconds for running streams to end after SIGTERM", minimum=0.0
     )
     max_message_bytes: int = setting(
         64 << 20,
-        "largest gRPC message in either direction; a request never has more than 16 MiB",
+        "largest gRPC message in either direction; requests are limited to 16 MiB anyway",
         minimum=1024,
         maximum=_MAX_COUNT,
     )
     log_level: str = setting(
-        "info", "least severe line to log", choices=("debug", "info", "warning", "error")
+        "info", "lowest level to log", choices=("debug", "info", "warning", "error")
     )
 
     def __post_init__(self) -> None:
@@ -320,13 +319,14 @@ class Config:
 
     @property
     def model_name(self) -> str:
-        """What clients see."""
+        """The model's name for clients."""
         return self.served_model_name or self.model
 
     def to_configure(self) -> link_pb2.Configure:
-        """What a worker is told; the names are the same on both sides."""
-        told = {spec.name for spec in link_pb2.Configure.DESCRIPTOR.fields}
-        return link_pb2.Configure(**{name: getattr(self, name) for name in sorted(told)})
+        """The settings for a worker. Each field of the message is a key of the same name; one
+        that is not raises AttributeError."""
+        names = [spec.name for spec in link_pb2.Configure.DESCRIPTOR.fields]
+        return link_pb2.Configure(**{name: getattr(self, name) for name in names})
 
 
 def check(spec: Field[Any], value: object, source: str) -> None:
@@ -342,13 +342,13 @@ def check(spec: Field[Any], value: object, source: str) -> None:
 
 
 def _maximum(spec: Field[Any]) -> float | None:
-    """The key's own, or what a worker can be told."""
+    """The key's own maximum, or that of its field in the Configure message."""
     rule: Rule = spec.metadata["rule"]
     return _MAXIMA.get(spec.name) if rule.maximum is None else rule.maximum
 
 
 def allowed(spec: Field[Any]) -> str:
-    """What a key may be, in words."""
+    """The allowed values of a key, in words."""
     rule: Rule = spec.metadata["rule"]
     why = f" ({rule.why})" if rule.why else ""
     if rule.choices is not None:
@@ -358,7 +358,7 @@ def allowed(spec: Field[Any]) -> str:
         "float": "a number",
         "float | None": "a number",
         "bool": "true or false",
-        "str": "a text in UTF-8",
+        "str": "a string in UTF-8",
     }[str(spec.type)]
     maximum = _maximum(spec)
     if rule.minimum is not None and maximum is not None:
@@ -381,7 +381,7 @@ def _has_type(spec: Field[Any], value: object) -> bool:
 
 
 def _is_utf8(text: str) -> bool:
-    """Whether messages can hold it: a command line may have any bytes."""
+    """Whether a protobuf message can hold it: a command line may contain any bytes."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""Where settings come from: command line, environment, TOML file.
+"""Reads settings from the command line, the environment and a TOML file.
 
-Turns the three sources into one checked `Config`. Every complaint names the source, and an
-unknown key is answered with the nearest known one.
+Turns the three sources into one checked `Config`. Every error names the source, and for an unknown
+key the closest known one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scheduler_svc.settings.config import Config, ConfigError, Rule, UnknownKey,
 from scheduler_svc.settings.kubernetes import service_links
 
 ENV_PREFIX: Final = "CHAIRLIFT_"
-# Read elsewhere: the model cache of the worker, this file's own, keys of encrypted worker links.
+# Variables read elsewhere: the worker's model cache, the TOML file, keys of encrypted worker links.
 OTHER_VARIABLES: Final = ("CHAIRLIFT_CACHE_DIR", "CHAIRLIFT_CONFIG")
 OTHER_PREFIXES: Final = ("CHAIRLIFT_CURVE_",)
 
@@ -35,13 +35,13 @@ def load_config(arguments: Sequence[str], environ: Mapping[str, str]) -> Config:
     sources: dict[str, str] = {}
     layers = [_from_file(path)] if path else []
     layers += [_from_environment(environ), _from_command_line(options)]
-    for key, value, where in itertools.chain(*layers):  # the later wins
+    for key, value, where in itertools.chain(*layers):  # later layers win
         values[key] = value
         sources[key] = where
     _let_defaults_follow(values)
     try:
         return Config(**values)
-    except ConfigError as error:  # one that only shows when all is known
+    except ConfigError as error:  # an error in the combination of values
         if (source := sources.get(error.key)) is not None:
             raise ConfigError(
                 error.key, values[error.key], source, str(error).partition("allowed: ")[2]
@@ -50,7 +50,7 @@ def load_config(arguments: Sequence[str], environ: Mapping[str, str]) -> Config:
 
 
 def _let_defaults_follow(values: dict[str, Any]) -> None:
-    """Where one of two settings that bound each other is set, the other one's default gives way."""
+    """Adjusts the default of one of two settings that bound each other if only the other is set."""
     rows, tokens = "max_requests_per_batch", "max_batch_tokens"
     if rows not in values and tokens in values:
         values[rows] = min(_SPECS[rows].default, values[tokens])
@@ -59,7 +59,7 @@ def _let_defaults_follow(values: dict[str, Any]) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All flags, for `--help` too. Values stay text here, so that there is one set of messages."""
+    """All flags, with help. Values stay strings, so that there is one set of error messages."""
     parser = argparse.ArgumentParser(
         prog="chairlift scheduler",
         description="The scheduler process of Chairlift: gRPC to clients, ZeroMQ to a worker.",
@@ -103,7 +103,7 @@ def _parse(arguments: Sequence[str]) -> dict[str, str]:
     if unknown:
         if not re.match("--?[A-Za-z]", unknown[0]):
             stray = unknown[1] if unknown[0] == "--" and len(unknown) > 1 else unknown[0]
-            allowed_there = "options, each of which begins with --, such as --model NAME"
+            allowed_there = "options that begin with --, such as --model NAME"
             raise ConfigError("argument", stray, "command line", allowed_there)
         flag, _, value = " ".join(unknown[:2]).replace(" ", "=", 1).partition("=")
         key = flag.lstrip("-").replace("-", "_")

@@ -1,9 +1,9 @@
-"""Variables that Kubernetes sets in every container of a namespace, about its Services.
+"""Recognises the variables that Kubernetes sets in every container, about Services.
 
 For a Service called `chairlift` they are CHAIRLIFT_SERVICE_HOST, CHAIRLIFT_SERVICE_PORT,
 CHAIRLIFT_SERVICE_PORT_<NAME>, CHAIRLIFT_PORT=tcp://10.96.12.7:50051 and
 CHAIRLIFT_PORT_50051_TCP[_ADDR|_PORT|_PROTO]; for one called `chairlift-metrics` they begin with
-CHAIRLIFT_METRICS. They look like settings, and nobody has set them.
+CHAIRLIFT_METRICS. They look like settings, but nobody has set them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _HOST: Final = re.compile(r"(CHAIRLIFT(?:_\w+?)?)_SERVICE_HOST")
 _PORT: Final = re.compile(r"(CHAIRLIFT(?:_\w+?)?)_PORT")
@@ -24,10 +24,10 @@ _SUFFIX: Final = re.compile(
 
 
 def service_links(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of such Services, and the Service's part of each name.
+    """The variables of such Services, each with the Service's part of its name.
 
-    A Service is known by its _SERVICE_HOST or by a _PORT that is an address. A _PORT that is none
-    was set by somebody, in its place.
+    A Service is recognised by its _SERVICE_HOST or by a _PORT that is an address. A _PORT that is
+    not an address was set by somebody.
     """
     services = {found[1] for name in environ if (found := _HOST.fullmatch(name))}
     ports = {
@@ -44,12 +44,12 @@ def service_links(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def note_service_links(environ: Mapping[str, str]) -> None:
-    """One line, so that whoever meant to set CHAIRLIFT_PORT sees why it has no effect."""
+    """Logs one line, so that a CHAIRLIFT_PORT without effect is explained."""
     links = service_links(environ)
     if links:
-        log.info(
-            "left alone %d variables that Kubernetes sets for Services (%s); "
-            "enableServiceLinks: false in the pod's spec keeps them out",
+        logger.info(
+            "ignored %d variables that Kubernetes sets for Services (%s); to omit them, set "
+            "enableServiceLinks: false in the pod's spec",
             len(links),
             ", ".join(sorted(set(links.values()))),
         )

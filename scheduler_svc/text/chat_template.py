@@ -1,9 +1,9 @@
 """A model's chat template: messages in, text out.
 
-Templates come with a model and are rendered as transformers renders them, in a sandbox. One that
-fails does so because of the model or of the messages, never because of Chairlift, so whatever it
-raises is told to the client. Its output is read piece by piece and cut off when it cannot become a
-prompt any more: a template may loop without end, or cost the square of the number of messages.
+Templates come with a model and are rendered in a sandbox, as transformers renders them. If one
+fails, the model or the messages are the cause, never Chairlift, so its error is reported to the
+client. The output is read piece by piece, and rendering stops when it is too long for a prompt: a
+template may loop forever, or take time quadratic in the number of messages.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MAX_RENDER_SECONDS: Final = 10.0
 
 
 class NoChatTemplate(ValueError):
-    """The model has none that could be used; `str()` says why."""
+    """The model has no usable template; `str()` says why."""
 
 
 class ChatTemplate:
-    """May be used from several threads."""
+    """Thread-safe."""
 
     def __init__(self, wrapped: PreTrainedTokenizerFast) -> None:
         """Raises NoChatTemplate."""
@@ -38,11 +38,11 @@ class ChatTemplate:
             names = ", ".join(source) or "none"
             source = source.get("default")
             if source is None:
-                raise NoChatTemplate(f"none of this model's templates is the default one: {names}")
+                raise NoChatTemplate(f"this model has templates, but no default one: {names}")
         if source is None:
             raise NoChatTemplate("this model has no template")
         if not isinstance(source, str):
-            raise NoChatTemplate(f"this model's template is no text but {source!r:.100}")
+            raise NoChatTemplate(f"this model's template is not a string but {source!r:.100}")
         try:
             self._template = _compile_jinja_template(source)
             parsed = self._template.environment.parse(source)
@@ -54,8 +54,8 @@ class ChatTemplate:
         self.own_text = "\0".join(_literals(parsed, self._special_tokens))
 
     def render(self, messages: Sequence[Mapping[str, str]], max_chars: int) -> str:
-        """Up to where the answer begins. Raises RequestRejected when the template fails, or writes
-        more than `max_chars`."""
+        """The prompt up to where the answer begins. Raises RequestRejected when the template fails
+        or writes more than `max_chars`."""
         pieces = []
         num_chars = 0
         deadline = time.monotonic() + MAX_RENDER_SECONDS
@@ -68,20 +68,17 @@ class ChatTemplate:
             else:
                 return "".join(pieces)
         except Exception as error:  # a template can raise anything, as Python code can
-            told = (
-                str(error)
-                if isinstance(error, TemplateError)
-                else f"{type(error).__name__}: {error}"
-            )
+            is_readable = isinstance(error, TemplateError)
+            reason = str(error) if is_readable else f"{type(error).__name__}: {error}"
             raise RequestRejected(
                 "chat.messages",
                 _roles(messages),
-                f"what the model's chat template accepts ({told})",
+                f"what the model's chat template accepts ({reason})",
             ) from error
         raise RequestRejected(
             "chat.messages",
             _roles(messages),
-            f"messages of which the model's chat template makes at most {max_chars} characters, "
+            f"messages that the model's chat template renders to at most {max_chars} characters "
             f"within {MAX_RENDER_SECONDS:g} s",
         )
 
@@ -101,7 +98,7 @@ def _roles(messages: Sequence[Mapping[str, str]]) -> str:
 
 
 def _literals(parsed: nodes.Template, special_tokens: Mapping[str, str]) -> Iterator[str]:
-    """Every text that the template writes, or compares with."""
+    """Every string that the template writes or compares with."""
     yield from (node.data for node in parsed.find_all(nodes.TemplateData))
     for node in parsed.find_all(nodes.Const):
         if isinstance(node.value, str):

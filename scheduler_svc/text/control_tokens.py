@@ -1,13 +1,13 @@
-"""Control tokens in what a client says in a chat are text, not tokens.
+"""Keeps control tokens spelled out in chat messages from being encoded as tokens.
 
-Only the template's own words may open and close turns. What a client's message spells like a
-control token is marked before the template is rendered, and encoded in two parts afterwards, so
-that the tokenizer does not see the token. Messages without such a spelling are left as they are:
-their prompt is exactly the plain rendering's.
+Only the template may open and close turns. Where a client's message spells a control token, the
+spelling is marked before the template is rendered, and encoded in two parts afterwards, so that the
+tokenizer does not recognise the token. Messages without such spellings are left unchanged: their
+prompt is exactly that of the plain rendering.
 
-Control tokens are the tokenizer's special tokens, and the other added tokens that the template
-itself writes (DeepSeek's turn markers are of that kind). The latter pass in messages of the
-assistant: answers show them as text (`<think>`, `<tool_call>`), and come back with the next turn.
+Control tokens are the tokenizer's special tokens, and other added tokens that the template itself
+writes (such as DeepSeek's turn markers). The latter are allowed in messages of the assistant:
+answers contain them as text (`<think>`, `<tool_call>`), which comes back with the next turn.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Final
 
 from tokenizers import AddedToken, Tokenizer, models
 
-# Noncharacters, which no text interchange uses: they enclose a control token that a client wrote.
+# Unicode noncharacters, never used in text interchange: they enclose a spelled control token.
 BEGIN: Final = "\ufdd0"
 END: Final = "\ufdd1"
 MARKED: Final = re.compile(f"{BEGIN}([^{BEGIN}{END}]*){END}|[{BEGIN}{END}]")
 
-Spans = list[tuple[int, int]]  # begin and end, in characters, in the order of the text
-# Texts to ids, each for itself and without the tokens that a prompt begins with.
+Spans = list[tuple[int, int]]  # begin and end in characters, in ascending order
+# Encodes each text separately, without the tokens that a prompt begins with.
 EncodeAll = Callable[[Sequence[str]], list[list[int]]]
 
 
 class ControlTokens:
-    """Of one tokenizer and its chat template; may be used from several threads."""
+    """The control tokens of one tokenizer and its chat template. Thread-safe."""
 
     def __init__(self, rust: Tokenizer, template_text: str) -> None:
-        """`template_text` is all that the template writes by itself."""
+        """`template_text` is every string that the template itself can write."""
         added = rust.get_added_tokens_decoder()
         special = {id: token for id, token in added.items() if token.special}
         written = {
@@ -45,7 +45,7 @@ class ControlTokens:
         self._of_others = _Finder(rust, [*special.values(), *written.values()])
 
     def mark(self, messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]] | None:
-        """The messages with every control token enclosed; None when they spell none."""
+        """The messages with every spelled control token enclosed; None if there is none."""
         contents = [unmarked(message["content"]) for message in messages]
         spans: dict[int, Spans] = {}
         for is_assistant, finder in ((True, self._of_assistant), (False, self._of_others)):
@@ -64,9 +64,9 @@ class ControlTokens:
         ]
 
     def encode(self, rendered: str, encode_all: EncodeAll) -> list[int]:
-        """Token ids of a rendering of marked messages.
+        """Token ids of rendered marked messages.
 
-        Raises ValueError when the tokenizer has no other way to write a control token.
+        Raises ValueError if the tokenizer can only encode the spelling as a control token.
         """
         first, *rest = MARKED.split(rendered)  # text, control token or None, text, …
         spelled, texts = rest[::2], rest[1::2]
@@ -78,16 +78,16 @@ class ControlTokens:
         return ids
 
     def _as_text(self, token: str, encode_all: EncodeAll) -> list[int]:
-        """The ids of a control token's text, cut where neither half is a control token."""
+        """Ids of a control token's spelling, split where neither half has a control token."""
         for cut in range(1, len(token)):
             left, right = _encode_middles([token[:cut], token[cut:]], encode_all)
             if self._ids.isdisjoint(left) and self._ids.isdisjoint(right):
                 return left + right
-        raise ValueError(f"the tokenizer cannot write {token!r} as ordinary text")
+        raise ValueError(f"the tokenizer cannot encode {token!r} as ordinary text")
 
 
 class _Finder:
-    """Where a text spells any of some tokens, as the tokenizer itself looks for them."""
+    """Finds tokens spelled in a text, in the way in which the tokenizer itself does."""
 
     def __init__(self, rust: Tokenizer, tokens: Collection[AddedToken]) -> None:
         # Everything between the tokens is one unknown word, 0.
@@ -122,8 +122,8 @@ def unmarked(text: str) -> str:
 
 
 def _encode_middles(texts: Sequence[str], encode_all: EncodeAll) -> list[list[int]]:
-    """Ids of texts that stand inside a longer one: behind a newline, so that no tokenizer puts
-    the space before them with which it begins a text."""
+    """Ids of texts in the middle of a longer one: encoded after a newline, so that no tokenizer
+    inserts the space with which it begins a text."""
     (newline,) = encode_all(["\n"])
     size = len(newline)
     behind = encode_all(["\n" + text for text in texts])

@@ -1,13 +1,13 @@
-"""Whether a text can fit into a number of tokens, found out before all of it is tokenised.
+"""Refuses a text that has too many tokens before all of it is tokenised.
 
-Tokenising costs a second and 200 MB for a megabyte or two, so a text that is far too long must not
-get that far. Two looks, neither of which refuses a text that would fit:
+Tokenising a megabyte or two takes a second and 200 MB, so a text that is far too long must be
+refused before that. Two checks, neither of which refuses a text that would fit:
 
-1. by its bytes, where no token can stand for more than so many bytes of text: at once;
-2. by tokenising pieces of it one after the other, until these alone are too many. Cutting a text
-   adds a few tokens at each cut and can take none away but those around it.
+1. by its length in bytes, where the number of bytes per token is bounded: at once;
+2. by tokenising piece after piece, until these alone have too many tokens. A cut between pieces
+   adds a few tokens, and only changes tokens around it.
 
-What remains for the whole is bounded by the tokens that fit.
+The text left to tokenise as a whole is bounded by the number of tokens allowed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from scheduler_svc.errors import RequestRejected
 
 PIECE_CHARS: Final = 1 << 16
 TOKENS_PER_CUT: Final = 512  # more than a cut can add
-CHARS_PER_TOKEN: Final = 4  # of ordinary text: what has no more of them is tokenised straight away
+CHARS_PER_TOKEN: Final = 4  # of ordinary text: a shorter text is tokenised straight away
 
 NEVER_IN_UTF8: Final = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])
 
-# Steps in front of the model that keep all of a text, and how many bytes they make one of at most.
-# Composition makes 9 bytes of Hangul 3, compatibility 4 bytes of a mathematical letter 1.
+# Tokenizer steps before the model that drop no text, and how many bytes they turn into one at most.
+# Composition turns 9 bytes of Hangul into 3, compatibility 4 bytes of a mathematical letter into 1.
 KEEPS: Final = {
     "ByteLevel": 1, "Digits": 1, "FixedLength": 1, "Metaspace": 1, "Prepend": 1,
     "UnicodeScripts": 1,
@@ -41,15 +41,15 @@ KEEPS: Final = {
 @dataclass(frozen=True, slots=True)
 class TokenLimit:
     tokens: int
-    reason: str  # goes on from "at most n"
+    reason: str  # continues "at most n tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """How much text a tokenizer's tokens can stand for."""
+    """How many bytes of text a tokenizer's tokens can represent."""
 
-    longest: int  # bytes of text that one token stands for at most
-    dropped: bytes = b""  # byte values that a text may hold and that become no token
+    longest: int  # bytes of text per token at most
+    dropped: bytes = b""  # byte values that the tokenizer drops
 
     def count(self, text: str) -> int:
         """The bytes of a text that become tokens."""
@@ -69,8 +69,8 @@ class TokenBytes:
 
 
 def token_bytes_of(rust: Tokenizer) -> TokenBytes | None:
-    """None when nothing bounds what one token stands for, as where spaces are dropped, or an
-    unknown word is one token."""
+    """None if the text of one token has no bound: where spaces are dropped, say, or any unknown
+    word is one token."""
     added = rust.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
         return None
@@ -86,7 +86,7 @@ def token_bytes_of(rust: Tokenizer) -> TokenBytes | None:
         dropped = bytes(byte for byte, letter in _byte_letters() if letter not in words)
         if dropped and factor > 1:
             return None  # the model sees other bytes than the text has
-        longest = max(map(len, words), default=0)  # a letter stands for a byte
+        longest = max(map(len, words), default=0)  # one letter per byte
     else:
         if not _falls_back_to_bytes(rust.model, words):
             return None
@@ -103,7 +103,7 @@ def refuse_if_too_long(
     token_bytes: TokenBytes | None,
     tokenise: Callable[[str], Sized],
 ) -> None:
-    """Raises RequestRejected for a text that is sure to have more tokens than the limit."""
+    """Raises RequestRejected for a text that certainly has more tokens than the limit."""
     if token_bytes is not None:
         token_bytes.check(field, token_bytes.count(text), limit)
     if len(text) <= max(PIECE_CHARS, limit.tokens * CHARS_PER_TOKEN):
@@ -122,7 +122,7 @@ def refuse_if_too_long(
 
 
 def _steps(component: Any) -> list[Mapping[str, Any]]:
-    """A normalizer or pre-tokenizer as its parts, as tokenizer.json has them."""
+    """The parts of a normalizer or pre-tokenizer, as in tokenizer.json."""
     if component is None:
         return []
     state = json.loads(component.__getstate__())
@@ -146,8 +146,8 @@ def _keeps_all(step: Mapping[str, Any]) -> bool:
 
 
 def _byte_letters() -> Iterator[tuple[int, str]]:
-    """The bytes that UTF-8 has, each with the letter by which byte-level vocabularies write it:
-    its own in Latin-1 where that is a visible one."""
+    """The bytes that occur in UTF-8, each with its letter in byte-level vocabularies: that of
+    Latin-1 where it is visible."""
     others = itertools.count(0x100)
     for byte in range(0x100):
         is_visible = 0x21 <= byte < 0x7F or (byte >= 0xA1 and byte != 0xAD)

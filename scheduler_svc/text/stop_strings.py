@@ -1,8 +1,8 @@
-"""Where an answer's text ends because of a stop string.
+"""Cuts an answer's text at a stop string.
 
-`StopStrings` looks at the text alone. With skip_special_tokens the text leaves special tokens out,
-so a stop string that spells one could never match: `HiddenTokens` puts a mark into the text for
-each such token, looks for stop strings written with marks, and takes the marks out again.
+`StopStrings` works on the text alone. With skip_special_tokens the text lacks special tokens, so a
+stop string that spells one could never match: `HiddenTokens` inserts a mark for each such token,
+searches for stop strings written with marks, and removes the marks again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class StopStrings:
     """Cuts text before (or after) the first stop string.
 
     The first is the one that is complete first, and of those that end together the longest: that
-    depends on the text alone, never on how tokens cut it. Held back is the longest end of the
-    text that begins a stop string, and nothing more.
+    depends on the text alone, never on its division into tokens. Only the longest suffix of the
+    text that is a prefix of a stop string is held back.
     """
 
     __slots__ = ("_held", "_is_included", "_longest", "_sorted", "_stops", "matched")
@@ -37,7 +37,7 @@ class StopStrings:
     def push(self, text: str) -> str:
         if self.matched is not None:
             return ""
-        # A match begins in what is held at the earliest: nothing before it begins a stop string.
+        # No match begins before the held text, as nothing before it begins a stop string.
         text = self._held + text
         found = [(start + len(stop), start, stop) for stop in self._stops
                  if (start := text.find(stop)) >= 0]  # fmt: skip
@@ -50,14 +50,14 @@ class StopStrings:
         return text[: len(text) - num_held]
 
     def finish(self) -> str:
-        """What looked like the beginning of a stop string and was none."""
+        """The held text, which turned out not to be a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _num_held(self, text: str) -> int:
         for length in range(min(len(text), self._longest - 1), 0, -1):
             end = text[-length:]
-            # of all that are not less than `end`, the first begins with it if any does
+            # if any stop string begins with `end`, so does the first one that is not less
             place = bisect_left(self._sorted, end)
             if place < len(self._sorted) and self._sorted[place].startswith(end):
                 return length
@@ -65,7 +65,7 @@ class StopStrings:
 
 
 class HiddenTokens:
-    """StopStrings for text that leaves out tokens which a stop string spells.
+    """StopStrings for text that lacks tokens which a stop string spells.
 
     A stop string matches as ordinary text, or with all its special tokens as tokens.
     """
@@ -73,9 +73,9 @@ class HiddenTokens:
     __slots__ = ("_is_included", "_original", "_seen", "_shown", "_unmark", "marks", "matched")
 
     def __init__(self, stops: Sequence[str], hidden: Mapping[int, str], is_included: bool) -> None:
-        """`hidden`: the text of each token that is left out and that a stop string spells."""
+        """`hidden`: the spelling of each token that the text lacks and a stop string contains."""
         longest_first = sorted(hidden, key=lambda token_id: -len(hidden[token_id]))[:MAX_MARKS]
-        # what `push` expects in the text where such a token came
+        # `push` expects these in the text in place of the tokens
         self.marks = {token_id: chr(FIRST_MARK + i) for i, token_id in enumerate(longest_first)}
         self.matched: str | None = None
         self._is_included = is_included
@@ -87,7 +87,7 @@ class HiddenTokens:
                 marked = marked.replace(hidden[token_id], mark)
             self._original.setdefault(marked, stop)
         self._seen = StopStrings(list(self._original), is_included)
-        # and stop strings that a hidden token interrupts: the client sees them whole
+        # also finds stop strings that a hidden token interrupts, as the client sees them whole
         self._shown = StopStrings(stops, is_included)
 
     def push(self, text: str) -> str:

@@ -1,21 +1,22 @@
-"""Output text of one request: tokens in, text that may be shown out.
+"""Output text of one request: tokens in, text for the client out.
 
-Two stages. `Detokenizer` turns tokens into whole characters; `StopStrings` (stop_strings.py) holds
-back what may become a stop string and cuts the text where one is complete. `OutputText` joins them.
-All text that a client ever gets passes here, streamed or not, so both are equal byte for byte.
+Two stages: `Detokenizer` turns tokens into whole characters; `StopStrings` (stop_strings.py) holds
+back a possible stop string and cuts the text where one is complete. `OutputText` combines them. All
+output text passes through here, streamed or not, so both are equal byte for byte.
 
-Policy: decode a short window of the latest tokens again with each one and give out what it adds,
-except trailing U+FFFD, which is what an unfinished character looks like. The context in front of
-the new tokens keeps decoders that treat the first token differently (a leading space is stripped)
-from doing so in mid-text; at the start that context is the prompt's tail. tokenizers' own
-DecodeStream works alike and in half the time (2 µs a token), but repeats part of a prompt that
-ends inside a character, and fails for good once a byte-fallback decoder rewrites what it said.
+Method: decode a short window of the latest tokens again with each new one and return the text it
+adds, except trailing U+FFFD, which stands for an unfinished character. The context before the new
+tokens keeps decoders that treat the first token differently (stripping a leading space) from doing
+so in mid-text; at the start that context is the prompt's tail. tokenizers' own DecodeStream works
+similarly in half the time (2 µs per token), but repeats part of a prompt that ends inside a
+character, and fails permanently once a byte-fallback decoder changes earlier text.
 
 Byte-level decoders only join the bytes of their tokens (`Pieces`). There the text of a token is
 looked up, and only an unfinished character is decoded again: a tenth of the time.
 
-Price: where a byte-fallback model breaks off a character *after* whole characters of the same run
-of byte tokens, the full decode makes all of that run U+FFFD, and what was shown stays shown.
+The price: where a byte-fallback model breaks off a character *after* whole characters of the same
+run of byte tokens, a full decode turns all of that run into U+FFFD, but the text already returned
+stays as it is.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from typing import Final
 
 from scheduler_svc.text.stop_strings import HiddenTokens, StopStrings
 
-REPLACEMENT: Final = "\ufffd"  # how decoders show bytes that are no character (yet)
+REPLACEMENT: Final = "\ufffd"  # how decoders show bytes that do not form a character (yet)
 
-CONTEXT_TOKENS: Final = 6  # shown tokens in front of the window
-MAX_CONTEXT_TOKENS: Final = 24  # of a prompt, when fewer would begin inside a character
-MAX_HELD_TOKENS: Final = 256  # without a whole character: this is no character, give it out
+CONTEXT_TOKENS: Final = 6  # tokens kept before the new ones
+MAX_CONTEXT_TOKENS: Final = 24  # of a prompt, if fewer would begin inside a character
+MAX_HELD_TOKENS: Final = 256  # without a whole character: it will not become one, return it
 
 Decode = Callable[[list[int]], str]
 
 
 class Pieces(dict[int, str]):
-    """The text of single tokens, where the text of many is all of theirs joined (as long as no
-    character is cut): true of byte-level decoders, not of those that treat a first token apart."""
+    """The text of each token, for decoders whose text of many tokens is these joined (unless a
+    character is cut): byte-level ones, but not those that treat a first token differently."""
 
     def __init__(self, decode: Decode) -> None:
         super().__init__()
@@ -48,11 +49,10 @@ class Pieces(dict[int, str]):
 
 
 class Detokenizer:
-    """Whole characters, as soon as they are whole.
+    """Turns tokens into characters, each as soon as it is complete.
 
-    `decode` must be a function of the tokens alone; `prompt_token_ids` is what the output goes on
-    from. Joined, the texts of all pushes and of `finish` are what the output adds to the decoded
-    prompt.
+    `decode` must be a function of the tokens alone; `prompt_token_ids` precede the output. The
+    texts of all pushes and of `finish`, joined, are what the output adds to the decoded prompt.
     """
 
     __slots__ = ("_context", "_decode", "_pieces", "_shown", "_window")
@@ -63,8 +63,8 @@ class Detokenizer:
         self._decode = decode
         self._pieces = pieces
         self._window = _clean_tail(decode, prompt_token_ids)
-        self._context = len(self._window)  # up to here all is shown; the next cut is here
-        self._shown = decode(self._window)  # text of the window that is not to be given again
+        self._context = len(self._window)  # tokens whose text has been returned; next cut
+        self._shown = decode(self._window)  # text of the window that has been returned
         if pieces is not None and not self._shown.endswith(REPLACEMENT):
             self._forget_window()
 
@@ -91,7 +91,7 @@ class Detokenizer:
         return added
 
     def push_all(self, token_ids: Sequence[int]) -> str:
-        """What pushing them one by one gives; where they are looked up, for less."""
+        """Same as pushing them one by one; faster where they are looked up."""
         if self._pieces is not None and not self._window:
             text = "".join(map(self._pieces.__getitem__, token_ids))
             if REPLACEMENT not in text:
@@ -102,13 +102,13 @@ class Detokenizer:
         return self._show(self._decode(self._window))
 
     def _forget_window(self) -> None:
-        """No token before has to do with those that come."""
+        """Later text does not depend on the tokens so far."""
         self._window = []
         self._context = 0
         self._shown = ""
 
     def _show(self, text: str) -> str:
-        # A prompt that ended inside a character: the output may have made it whole.
+        # If the prompt ended inside a character, the output may have completed it.
         shown = self._shown if text.startswith(self._shown) else self._shown.rstrip(REPLACEMENT)
         if len(text) <= len(shown):
             return ""
@@ -117,7 +117,7 @@ class Detokenizer:
 
 
 def _clean_tail(decode: Decode, token_ids: Sequence[int]) -> list[int]:
-    """The last few tokens, more of them if they would begin inside a character."""
+    """The last few tokens; more of them if those would begin inside a character."""
     tail: list[int] = []
     for length in range(CONTEXT_TOKENS, MAX_CONTEXT_TOKENS + 1):
         tail = list(token_ids[-length:])
@@ -127,7 +127,7 @@ def _clean_tail(decode: Decode, token_ids: Sequence[int]) -> list[int]:
 
 
 class OutputText:
-    """The TextStream of one request (scheduler_svc/engine/events.py); used by one thread."""
+    """Turns the tokens of one request, or sibling, into text. For one thread, the engine's."""
 
     __slots__ = ("_detokenizer", "_marks", "_stops", "include_stop_str_in_output", "matched_stop")
 
@@ -141,9 +141,9 @@ class OutputText:
         hidden: Mapping[int, str] | None = None,
         include_stop_str_in_output: bool = False,
     ) -> None:
-        """`hidden`: the tokens that `decode` leaves out and that a stop string spells, by id."""
-        self.include_stop_str_in_output = include_stop_str_in_output
-        self.matched_stop: str | None = None
+        """`hidden`: by id, the tokens that `decode` omits and a stop string spells."""
+        self.include_stop_str_in_output = include_stop_str_in_output  # and a stop token's text
+        self.matched_stop: str | None = None  # once one is found, pushes add nothing
         self._detokenizer = Detokenizer(decode, prompt_token_ids, pieces)
         self._marks: Mapping[int, str] = {}
         self._stops: StopStrings | HiddenTokens | None = None
@@ -155,9 +155,11 @@ class OutputText:
 
     @property
     def seeks_stop(self) -> bool:
+        """Any token may end the request, so each must be pushed when it arrives."""
         return self._stops is not None
 
     def push(self, token_id: int) -> str:
+        """The text to show after this token: whole characters, no part of a stop string."""
         if self.matched_stop is not None:
             return ""
         text = self._detokenizer.push(token_id)
@@ -170,11 +172,13 @@ class OutputText:
         return shown
 
     def push_all(self, token_ids: Sequence[int]) -> str:
+        """Same as pushing them one by one."""
         if self._stops is None:
             return self._detokenizer.push_all(token_ids)
         return "".join(map(self.push, token_ids))
 
     def finish(self) -> str:
+        """The text still held back; no further token comes."""
         if self.matched_stop is not None:
             return ""
         text = self._detokenizer.finish()

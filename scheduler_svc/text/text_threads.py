@@ -1,7 +1,7 @@
-"""Threads of their own for tokenising, so that long texts hold up neither others nor memory.
+"""Threads for tokenising, so that long texts delay no short ones and do not pile up in memory.
 
-Long texts go one after the other, short ones beside them. A call that its client gave up before
-its turn came is not made.
+Long texts run one at a time, short ones beside them. A call whose client disconnects before its
+turn is not made.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TextThreads:
     async def run(
         self, num_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """`function` in a thread; `num_bytes` says how much it has to read."""
+        """Runs `function` in a thread; `num_bytes` is the size of its text."""
         threads = self._short if num_bytes <= LONG_BYTES else self._long
         call = partial(function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(threads, call)

@@ -1,11 +1,11 @@
-"""Text to tokens and back; without torch.
+"""Text to tokens and back, without torch.
 
-transformers' `PreTrainedTokenizerFast` is used for loading; encoding and decoding go to the Rust
-tokenizer inside it, which may be called from several threads, as the wrapper may not. They are
-called as batches of one, for only batches let go of the GIL.
+transformers' `PreTrainedTokenizerFast` loads the tokenizer; encoding and decoding use the Rust
+tokenizer inside it, which is thread-safe, unlike the wrapper. They are called as batches of one,
+because only batch calls release the GIL.
 
 Does not own reading files (tokenizer_files.py), the model's defaults (model_defaults.py),
-incremental text (text.py) or what a request may ask (admission.py).
+incremental text (text.py) or limits of requests (front/validation.py).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from scheduler_svc.text.tokenizer_files import read_json, read_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-MAX_RENDERED_CHARS: Final = 1 << 26  # of a chat, where the tokenizer sets no bound
+MAX_RENDERED_CHARS: Final = 1 << 26  # of a chat, if the tokenizer gives no bound
 
 
 class Tokenizer:
-    """What the scheduler process knows of a model's files."""
+    """A model's tokenizer, chat template and sampling defaults. Thread-safe."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Tokenizer:
         model_config: Mapping[str, Any] | None = None,
     ) -> None:
         self._rust = wrapped.backend_tokenizer
-        # Some tokenizer.json ask for cutting or padding: good for training, wrong for serving.
+        # Some tokenizer.json enable truncation or padding: right for training, wrong for serving.
         self._rust.no_truncation()
         self._rust.no_padding()
         self._pieces = {skip: Pieces(self.decoder(skip)) for skip in (False, True)}
@@ -59,7 +59,7 @@ class Tokenizer:
         except NoChatTemplate as error:
             self._why_no_template = str(error)
             if wrapped.chat_template is not None:
-                log.warning("the chat template cannot be used, so chat is refused: %s", error)
+                logger.warning("chat requests are refused: unusable chat template: %s", error)
         else:
             self._control_tokens = ControlTokens(self._rust, self._template.own_text)
         self.eos_token_ids = eos_token_ids(
@@ -69,7 +69,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str) -> Self:
-        """From a folder or a Hub id. Raises OSError or ValueError for what cannot be read."""
+        """From a folder or a Hub id. Raises OSError or ValueError for unreadable files."""
         return cls(
             read_tokenizer(path),
             read_json(path, "generation_config.json"),
@@ -83,8 +83,8 @@ class Tokenizer:
     def encode(
         self, text: str, add_special_tokens: bool = True, limit: TokenLimit | None = None
     ) -> list[int]:
-        """Raises RequestRejected for a text that is sure to have more tokens than the limit; one
-        that has only some more may pass."""
+        """Raises RequestRejected for a text that certainly has more tokens than the limit; one with
+        slightly more may pass."""
         if limit is not None:
             self._refuse_if_too_long("text", text, limit)
         return self._encode_all([text], add_special_tokens)[0]
@@ -92,10 +92,9 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, str]], limit: TokenLimit | None = None
     ) -> list[int]:
-        """The model's chat template, up to where the answer begins; its special tokens included,
-        while those that messages spell are ordinary text. `limit` as in `encode`.
-
-        Raises RequestRejected when there is no template, or when it refuses the messages.
+        """Renders and encodes the model's chat template, up to where the answer begins. Special
+        tokens are the template's own; those spelled in messages are ordinary text. `limit` as in
+        `encode`. Raises RequestRejected if there is no template, or if it refuses the messages.
         """
         if self._template is None:
             raise RequestRejected("chat", "given", f"text or tokens: {self._why_no_template}")
@@ -119,7 +118,7 @@ class Tokenizer:
     def _refuse_long_messages(
         self, messages: Sequence[Mapping[str, str]], limit: TokenLimit
     ) -> None:
-        """Before the template has to read them."""
+        """Checks the messages before the template reads them."""
         if self._token_bytes is not None:
             num_bytes = sum(self._token_bytes.count(message["content"]) for message in messages)
             self._token_bytes.check("chat.messages", num_bytes, limit)
@@ -134,28 +133,28 @@ class Tokenizer:
     def _encode_all(
         self, texts: Sequence[str], add_special_tokens: bool = False
     ) -> list[list[int]]:
-        """Each for itself; the fast call makes no offsets."""
+        """Encodes each text separately; the fast call computes no offsets."""
         encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def token(self, token_id: int) -> str | None:
-        """As the vocabulary writes it."""
+        """The token as the vocabulary spells it; None for an unknown id."""
         token: str | None = self._rust.id_to_token(token_id)
         return token
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """All at once, and with nothing tidied up, so that it equals what streams show."""
+        """All at once and without clean-up of spaces, so that it equals the text of streams."""
         (text,) = self._rust.decode_batch(
             [list(token_ids)], skip_special_tokens=skip_special_tokens
         )
         return str(text)
 
     def decoder(self, skip_special_tokens: bool) -> Decode:
-        """`decode` as a function of the tokens alone, without any layer that costs time."""
+        """`decode` as a function of the tokens alone, without Python in between."""
         return partial(self._rust.decode, skip_special_tokens=skip_special_tokens)
 
     def pieces(self, skip_special_tokens: bool) -> Pieces | None:
-        """The texts of single tokens, where joined they are the text; one object for all."""
+        """The text of each token, shared by all requests; None unless the decoder joins them."""
         if not isinstance(self._rust.decoder, decoders.ByteLevel):
             return None
         return self._pieces[skip_special_tokens]

@@ -1,11 +1,11 @@
-"""Reads the tokenizer's and the configuration's files of a model; without torch.
+"""Reads a model's tokenizer and configuration files, without torch.
 
 `PreTrainedTokenizerFast` is the one class of transformers that loads any tokenizer.json without
-importing torch. Other kinds of tokenizer files are refused: what transformers makes of them depends
+importing torch. Other kinds of tokenizer files are refused: how transformers converts them depends
 on which packages happen to be installed. Nothing here runs code that comes with a model.
 
-Owns: finding, opening and parsing files, and a sentence for each way in which that fails. Does not
-own what the values mean (model_defaults.py).
+Owns finding, opening and parsing files, and a clear error for each way in which that fails. Does
+not own the meaning of the values (model_defaults.py).
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MAX_CONFIG_BYTES: Final = 16 << 20  # of a configuration; real ones have a few kB
-_LFS_POINTER: Final = b"version https://git-lfs"  # what git-lfs puts in a file's place
+MAX_CONFIG_BYTES: Final = 16 << 20  # per configuration file; real ones have a few kB
+_LFS_POINTER: Final = b"version https://git-lfs"  # placeholder of git-lfs for a file
 
-# What tokenizers are kept in where there is no tokenizer.json.
+# Files of tokenizers without a tokenizer.json.
 _OTHER_TOKENIZERS: Final = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json",
                             "vocab.txt", "spiece.model", "sentencepiece.bpe.model")  # fmt: skip
 _IMPORTS: Final = threading.Lock()
 
 
 def import_ahead() -> None:
-    """Begins to import transformers in a thread: seconds that nobody need wait for, as a tokenizer
-    is read when a worker has loaded its model. Errors are left to whoever reads it; a process that
-    ends meanwhile does not wait for the thread."""
+    """Starts importing transformers in a thread: it takes seconds, and the tokenizer is only needed
+    when a worker has loaded its model. Errors show at that later import; the thread is a daemon, so
+    that a stopping process does not wait for it."""
     threading.Thread(target=_import_ahead, name="imports", daemon=True).start()
 
 
 def _import_ahead() -> None:
-    with contextlib.suppress(Exception):  # also what an import meets while the process ends
+    with contextlib.suppress(Exception):  # including those of an import while the process exits
         _transformers()
 
 
 def _transformers() -> tuple[Any, Any]:
     """PreTrainedTokenizerFast and cached_file; one thread at a time.
 
-    Python lets a second thread use a package once its `__init__` has run, but transformers puts
-    another object in its place at the end of that: without the lock, the second thread gets the
-    first object, which knows no classes, and an ImportError.
+    Python lets a second thread use a package once its `__init__` has run, but transformers replaces
+    its module object at the end of that: without the lock, a second thread may get the first
+    object, which has no classes, and an ImportError.
     """
     with _IMPORTS:
         from transformers import PreTrainedTokenizerFast
@@ -56,7 +56,7 @@ def _transformers() -> tuple[Any, Any]:
 
 
 def read_tokenizer(path: str) -> PreTrainedTokenizerFast:
-    """From a folder or a Hub id; raises OSError or ValueError when there is none to load."""
+    """From a folder or a Hub id; raises OSError or ValueError if it cannot be loaded."""
     tokenizer_class, _ = _transformers()
     if _find(path, "tokenizer.json") is None:
         raise ValueError(_why_no_tokenizer(path))
@@ -67,9 +67,9 @@ def read_tokenizer(path: str) -> PreTrainedTokenizerFast:
     except BaseException as error:  # a panic on the Rust side is not an Exception
         for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
                      "added_tokens.json"):  # fmt: skip
-            read_json(path, name, max_bytes=None)  # may say it better
+            read_json(path, name, max_bytes=None)  # may raise a clearer error
         raise ValueError(
-            "the tokenizer cannot be made of tokenizer.json and the files beside it "
+            "the tokenizer cannot be loaded from tokenizer.json and the files beside it "
             f"({type(error).__name__}: {error})"
         ) from error
     template = wrapped.chat_template
@@ -81,20 +81,20 @@ def read_tokenizer(path: str) -> PreTrainedTokenizerFast:
 def _why_no_tokenizer(path: str) -> str:
     others = [name for name in _OTHER_TOKENIZERS if _find(path, name) is not None]
     if not others:
-        return "there is no tokenizer.json; copy it from where the model came from"
+        return "there is no tokenizer.json; copy it from the model's source"
     return (
-        f"there is {' and '.join(others)}, but no tokenizer.json, and only that is read; convert "
+        f"there is {' and '.join(others)}, but no tokenizer.json, the only format read; convert "
         "it once, where sentencepiece and tiktoken are installed: transformers."
         f"AutoTokenizer.from_pretrained({path!r}).save_pretrained({path!r})"
     )
 
 
 def _find(path: str, name: str) -> Path | None:
-    """Raises ValueError for what is there and is no file: nobody would miss what it should hold."""
+    """Raises ValueError if the path exists but is not a file: ignoring it would go unnoticed."""
     _, cached_file = _transformers()
     found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
     if found is None and os.path.lexists(os.path.join(path, name)):
-        raise ValueError(f"{name} is a link to nothing, or no file at all")
+        raise ValueError(f"{name} is a broken link, or not a file")
     return None if found is None else Path(found)
 
 
@@ -105,9 +105,9 @@ def _pointer(name: str) -> str:
 def read_json(
     path: str, name: str, max_bytes: int | None = MAX_CONFIG_BYTES
 ) -> dict[str, Any] | None:
-    """A JSON object of the model, or None when the model has no such file.
+    """The JSON object in a model's file, or None if there is no such file.
 
-    Raises OSError, or ValueError with a sentence that names the file.
+    Raises OSError, or ValueError with a message that names the file.
     """
     found = _find(path, name)
     if found is None:
@@ -132,5 +132,5 @@ def read_json(
 
 
 def _kind(value: object) -> str:
-    kinds = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    kinds = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")

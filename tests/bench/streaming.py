@@ -29,7 +29,6 @@ from transformers import PreTrainedTokenizerFast
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from scheduler_svc.__main__ import SWITCH_SECONDS, make_engine
-from scheduler_svc.engine import views
 from scheduler_svc.front import server
 from scheduler_svc.settings.config import Config
 from scheduler_svc.text.tokenizer import Tokenizer
@@ -127,9 +126,7 @@ async def serve(address: str, num_clients: int) -> None:
         safety_margin=0.0,
         heartbeat_timeout=60.0,
     )
-    serving = server.Server(
-        config, lambda *calls: make_engine(config, *calls), views, lambda path: Tokenizer(words())
-    )
+    serving = server.Server(config, make_engine(config), lambda path: Tokenizer(words()))
     await serving.start(lambda error: os._exit(1))
     await serving.served.wait_until_ready_is(True)
     print(serving.port, flush=True)

@@ -195,11 +195,11 @@ def test_all_rows_at_once_and_one_by_one_decide_the_same(monkeypatch: pytest.Mon
 def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
     """It would wait at the head of the queue for ever."""
     geometry = Geometry(4, 6 + 2, 64, (GroupGeometry(FULL_ATTENTION, 1, 1),), max_model_len=30)
-    assert why_never_fits(geometry, 20, 4) is None
-    assert why_never_fits(geometry, 20, 5) == (
+    assert why_never_fits(20, 4, 30, geometry.pool_tokens()) is None
+    assert why_never_fits(20, 5, 30, geometry.pool_tokens()) == (
         "prompt (20 tokens) + max_tokens (5) is 25; the whole KV pool holds 24 tokens"
     )
-    assert why_never_fits(geometry, 20, 11) == (
+    assert why_never_fits(20, 11, 30, 100) == (
         "prompt (20 tokens) + max_tokens (11) is 31; max_model_len is 30"
     )
 

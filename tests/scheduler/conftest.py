@@ -24,25 +24,21 @@ def config() -> Config:
 
 
 @pytest.fixture
-def make_edge() -> Any:
+def make_edge(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that starts an edge; the model's tokenizer is a small one made here."""
+    monkeypatch.setattr("scheduler_svc.front.admin_service.views", fake_views())
 
     async def make(config: Config, is_ready: bool = True) -> Edge:
-        engines: list[FakeEngine] = []
-
-        def make_engine(deliver: Any, on_status: Any) -> Any:
-            engines.append(FakeEngine(deliver, on_status))
-            return engines[0]
-
-        server = Server(config, make_engine, fake_views(), lambda path: Tokenizer(chat()))
+        engine: Any = FakeEngine()
+        server = Server(config, engine, lambda path: Tokenizer(chat()))
         await server.start(lambda error: None)
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.port}")
         if is_ready:
-            engines[0].become_ready()
+            engine.become_ready()
             await server.served.wait_until_ready_is(True)
         return Edge(
             server,
-            engines[0],
+            engine,
             channel,
             inference_pb2_grpc.InferenceStub(channel),
             admin_pb2_grpc.AdminStub(channel),

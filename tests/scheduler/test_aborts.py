@@ -92,21 +92,6 @@ async def test_a_client_that_never_reads_is_an_abort_when_it_leaves(
     assert "Traceback" not in caplog.text
 
 
-async def test_deltas_merge_for_a_slow_reader(edge: Edge) -> None:
-    """3 MB of deltas for a reader that sleeps become few messages, and none is lost."""
-    call = generate(edge, request_id="r")
-    await started(call)
-    for number in range(100):
-        edge.engine.deliver([delta("r", f"{number:03}" + "x" * 29_997)])
-        await asyncio.sleep(0)
-    edge.engine.end("r")
-    responses = await read_all(call)
-    assert len(responses) < 60
-    text = text_of(responses)
-    assert len(text) == 100 * 30_000
-    assert [int(text[i : i + 3]) for i in range(0, len(text), 30_000)] == list(range(100))
-
-
 async def test_a_deadline_is_an_abort(edge: Edge) -> None:
     """The client has stopped listening; grpc told it so itself."""
     call = edge.inference.Generate(pb.GenerateRequest(request_id="r", text="hello"), timeout=0.6)

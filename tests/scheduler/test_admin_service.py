@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -11,11 +10,18 @@ import pytest
 
 from protos import admin_pb2 as pb
 from protos import inference_pb2
+from scheduler_svc.engine.views import (
+    BlockTableView,
+    CacheGroupView,
+    CacheView,
+    RequestDetail,
+    RequestView,
+)
 from tests.support.edge import Edge
 
 
-def view(request_id: str, state: str = "DECODING", index: int = 0) -> SimpleNamespace:
-    return SimpleNamespace(
+def view(request_id: str, state: str = "DECODING", index: int = 0) -> RequestView:
+    return RequestView(
         request_id=request_id,
         index=index,
         state=state,
@@ -75,12 +81,12 @@ async def test_requests_that_wait_for_the_model_are_listed(unready_edge: Edge) -
 async def test_get_request(edge: Edge, row: int | None) -> None:
     """Row 0 and no row differ."""
     edge.engine.answers["get_request"] = {
-        "a": SimpleNamespace(
+        "a": RequestDetail(
             summary=view("a"),
             row=row,
             plans_in_flight=1,
             token_ids=[1, 2, 3],
-            block_tables=[SimpleNamespace(group="full_attention", first_position=0, blocks=[8, 9])],
+            block_tables=[BlockTableView(group="full_attention", first_position=0, blocks=[8, 9])],
         )
     }
     got = await edge.admin.GetRequest(pb.GetRequestRequest(request_id="a"))
@@ -100,14 +106,15 @@ async def test_an_unknown_request(edge: Edge) -> None:
 
 
 async def test_get_cache(edge: Edge) -> None:
-    """Every field that the view has arrives, and those that come later are 0."""
-    group = SimpleNamespace(
+    """Every field that the view has arrives."""
+    group = CacheGroupView(
         group="full_attention", num_layers=30, sliding_window=0, blocks_total=100,
         blocks_free=40, blocks_cached=0, blocks_owned=60,
     )  # fmt: skip
-    edge.engine.answers["get_cache"] = SimpleNamespace(
+    edge.engine.answers["get_cache"] = CacheView(
         page_size=16, chunks_total=100, chunks_free=40, chunk_bytes=1 << 33, groups=[group],
-        tokens_stored=900, utilisation=0.9375, soft_resets=2,
+        tokens_stored=900, utilisation=0.9375, prefix_queries=0, prefix_hits=0,
+        swap_chunks_total=0, swap_chunks_free=0, offloads=0, restores=0, soft_resets=2,
     )  # fmt: skip
     got = await edge.admin.GetCache(pb.GetCacheRequest())
     assert (got.page_size, got.chunks_total, got.chunk_bytes) == (16, 100, 1 << 33)
@@ -161,4 +168,4 @@ async def test_what_comes_later(edge: Edge, method: str, request_: Any) -> None:
     assert error.value.code() == grpc.StatusCode.UNIMPLEMENTED
     details = error.value.details() or ""
     assert f"Admin.{method}" in details
-    assert "later version" in details
+    assert "not supported yet" in details

@@ -21,19 +21,30 @@ class Told:
         self.answers = Answers(lambda: self.now)
         self.finished: list[Request] = []
 
-    def begin(self, name: str, stop: str = "") -> Request:
-        request = Request(name, 0, [9], 1, 100, Sampling())
-        self.answers.begin(request, Letters(stop))
+    def begin(self, name: str, stop: str = "", index: int = 0, is_streamed: bool = True) -> Request:
+        request = Request(name, 0, [9], 1, 100, Sampling(), index=index)
+        self.answers.add(request, Letters(stop), is_streamed)  # type: ignore[arg-type]
         return request
 
-    def step(self, *requests: Request, token: int = 0, seconds: float = 0.0) -> list[object]:
-        """A token for each of these; what is told then."""
+    def step(
+        self,
+        *requests: Request,
+        token: int = 0,
+        seconds: float = 0.0,
+        are_taken: bool = True,
+    ) -> list[object]:
+        """A token for each of these; what is told then, and whether its streams take it."""
         self.now += seconds
         for request in requests:
             request.token_ids.append(token)
-        self.answers.take_in(list(requests), [r for r in requests if r.finish_reason is not None])
+        ended = [request for request in requests if request.finish_reason is not None]
+        self.answers.note_sampled(list(requests), ended)
         self.answers.make_text(self.finished.append)
-        return list(self.answers.take_events())
+        events = self.answers.take_events()
+        for event in events:
+            if isinstance(event, Delta):
+                event.is_taken = are_taken
+        return list(events)
 
 
 @pytest.fixture
@@ -89,7 +100,7 @@ def test_a_failure_comes_behind_all_that_was_said(told: Told) -> None:
     for token in range(4):
         told.step(request, token=token)
     request.token_ids.append(4)
-    told.answers.take_in([request], [])
+    told.answers.note_sampled([request], [])
     told.answers.fail("a", RequestFailed("a: out of luck"))
     delta, failed = told.step()
     assert delta == Delta("a", 0, [2, 3, 4], "cde")
@@ -111,3 +122,41 @@ def test_the_rest_is_told_without_another_step(monkeypatch: pytest.MonkeyPatch) 
         bench.now += 0.1
         bench.turn()
     assert [bench.tokens(name) for name in "abc"] == [right([1, 2], 8)[:4]] * 3
+
+
+def test_a_slow_reader_finds_one_merged_delta(told: Told) -> None:
+    """A delta per token for a reader that does not read fills the memory; or merging mixes its
+    siblings, or lets the one that is read wait for the other."""
+    slow, fast = told.begin("a"), told.begin("a", index=1)
+    (first, other) = told.step(slow, fast, are_taken=False)
+    assert isinstance(first, Delta)
+    assert isinstance(other, Delta)
+    other.is_taken = True
+    for token in range(1, 4):
+        letter = "abcd"[token]
+        assert told.step(slow, fast, token=token, seconds=1) == [Delta("a", 1, [token], letter)]
+    assert not told.answers.is_behind, "nobody waits for the clock"
+    first.is_taken = True
+    assert told.step(seconds=1) == [Delta("a", 0, [1, 2, 3], "bcd")]
+
+
+def test_an_end_does_not_wait_for_a_slow_reader(told: Told) -> None:
+    """A client that disconnects without a word would hold an answer for ever."""
+    request = told.begin("a")
+    told.step(request, are_taken=False)
+    told.step(request, token=1)
+    request.finish_reason = FinishReason.LENGTH
+    delta, end = told.step(request, token=2, seconds=1)
+    assert delta == Delta("a", 0, [1, 2], "bc")
+    assert isinstance(end, Finished)
+
+
+def test_an_answer_in_one_piece_is_told_at_its_end(told: Told) -> None:
+    """Deltas that nobody reads before the end take the place of those for others."""
+    whole, other = told.begin("a", is_streamed=False), told.begin("b")
+    assert told.step(whole, other) == [Delta("b", 0, [0], "a")]
+    assert told.step(whole, other, token=1, seconds=1) == [Delta("b", 0, [1], "b")]
+    whole.finish_reason = FinishReason.LENGTH
+    delta, end = told.step(whole, token=2, seconds=1)
+    assert delta == Delta("a", 0, [0, 1, 2], "abc")
+    assert isinstance(end, Finished)

@@ -268,11 +268,10 @@ def check_seed(seed: int, depth: int, address: str, healthy: queue.SimpleQueue[s
         Limits(16, NUM_ROWS, max_plans_in_flight=depth),
         link_pb2.Configure(page_size=GEOMETRY.page_size),
         WorkerLink(address, BOOT_ID),
-        events.extend,
-        lambda status: None,
         heartbeat_timeout=2.0,
         step_timeout=0.5,
     )
+    engine.attach(events.extend, lambda status: None)
     engine.start(crashes.append)
     prompts = {str(i): [rng.randrange(50) for _ in range(rng.randint(1, 20))] for i in range(8)}
     for request_id, prompt in prompts.items():

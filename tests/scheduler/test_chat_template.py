@@ -37,7 +37,7 @@ def tokenizer(template: Any, **special: str) -> Tokenizer:
     ],
 )
 def test_a_template_that_fails_is_told(template: str, told: str) -> None:
-    """It is the model's fault or the client's; "a bug in Chairlift" would help neither."""
+    """It is the model's fault or the client's; "internal error" would help neither."""
     with pytest.raises(RequestRejected) as error:
         tokenizer(template).encode_chat(HELLO)
     assert "chat.messages is 'user'; allowed: what the model's chat template" in str(error.value)
@@ -48,7 +48,7 @@ def test_output_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a template would fill the memory, and never give its thread back."""
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}words {% endfor %}{% endfor %}"
     monkeypatch.setattr("scheduler_svc.text.tokenizer.MAX_RENDERED_CHARS", 10_000)
-    with pytest.raises(RequestRejected, match="makes at most 10000 characters"):
+    with pytest.raises(RequestRejected, match="renders to at most 10000 characters"):
         tokenizer(endless).encode_chat(HELLO)
     monkeypatch.setattr("scheduler_svc.text.tokenizer.MAX_RENDERED_CHARS", 10**15)
     monkeypatch.setattr(chat_template, "MAX_RENDER_SECONDS", 0.0)
@@ -68,7 +68,7 @@ def test_the_template_knows_which_roles_there_are() -> None:
     ("template", "why"),
     [
         (None, "this model has no template"),
-        ({"rag": "x", "tool_use": "y"}, "none of this model's templates is the default one: rag"),
+        ({"rag": "x", "tool_use": "y"}, "this model has templates, but no default one: rag"),
         ("{% for m in messages %}", "this model's template cannot be read: line 1: Unexpected end"),
         ("{% nonsense %}", "this model's template cannot be read"),
     ],

@@ -73,9 +73,9 @@ def test_switches(arguments: list[str], want: bool) -> None:
         (
             ["--page-sise", "1"],
             {},
-            ["no setting page_sise", "command line, value '1'", "Did you mean page_size?"],
+            ["unknown setting page_sise", "command line, value '1'", "Did you mean page_size?"],
         ),
-        (["--zzz"], {}, ["no setting zzz", "Allowed: model", "max_batch_tokens"]),
+        (["--zzz"], {}, ["unknown setting zzz", "Allowed: model", "max_batch_tokens"]),
         (["gpt2"], {}, ["argument is 'gpt2' (command line)", "such as --model NAME"]),
         (["--", "gpt-2"], {}, ["argument is 'gpt-2'"]),
         (["--port", "1", "2", "--zzz"], {}, ["argument is '2'"]),
@@ -109,7 +109,7 @@ def test_switches(arguments: list[str], want: bool) -> None:
             {"CHAIRLIFT_MAX_REQUESTS_PER_BATCH": "64"},
             ["max_requests_per_batch is 64 (environment", "max_batch_tokens, which is 8"],
         ),
-        (["--model", "caf\udce9"], {}, ["model is 'caf\\udce9'", "a text in UTF-8"]),
+        (["--model", "caf\udce9"], {}, ["model is 'caf\\udce9'", "a string in UTF-8"]),
         (["--max-requests-per-batch", "2147483647"], {}, ["from 1 to 65536"]),
         (
             ["--deterministic", "--dtype", "float16"],
@@ -169,8 +169,8 @@ def test_a_default_follows_what_is_set(arguments: list[str], want: tuple[int, in
         ("page_size = 1.5", ["page_size is 1.5", "an integer"]),
         ("deterministic = 1", ["deterministic is 1", "true or false"]),
         ("safety_margin = inf", ["safety_margin is inf", "a number"]),
-        ("model = 5", ["model is 5", "a text"]),
-        ("[scheduler]\npage_size = 1", ["no setting scheduler", "scheduler_type"]),
+        ("model = 5", ["model is 5", "a string"]),
+        ("[scheduler]\npage_size = 1", ["unknown setting scheduler", "scheduler_type"]),
         ("page_size =", ["chairlift.toml", "a TOML file"]),
     ],
 )
@@ -192,12 +192,12 @@ def test_the_engine_does_what_is_set(policy: Policy, margin: float | None) -> No
     )
     given = [] if margin is None else [f"--safety-margin={margin}"]
     config = load_config([*arguments.split(), *given, "--target-step-ms=70"], {})
-    state = make_engine(config, lambda events: None, lambda status: None)._state
+    state = make_engine(config)._state
     assert state.policy is policy
     assert state.limits.safety_margin == (policy.safety_margin if margin is None else margin)
     assert (state.limits.allow_block_sharing, state.limits.max_plans_in_flight) == (False, 1)
     assert state.limits.target_step_ms == 70
-    state = make_engine(Config(), lambda events: None, lambda status: None)._state
+    state = make_engine(Config())._state
     assert state.policy is FIFO
     assert (state.limits.allow_block_sharing, state.limits.max_plans_in_flight) == (True, 2)
     assert state.limits.target_step_ms is None, "by device"

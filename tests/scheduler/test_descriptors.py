@@ -15,7 +15,12 @@ from pathlib import Path
 import pytest
 
 from client import Chairlift, Unavailable
-from scheduler_svc.settings.descriptors import MOST, RESERVED, most_connections, raise_limit
+from scheduler_svc.settings.descriptors import (
+    MAX_CONNECTIONS,
+    RESERVED,
+    max_connections,
+    raise_limit,
+)
 from tests.support.processes import free_port
 from tests.support.small_tokenizers import chat
 
@@ -88,11 +93,11 @@ def test_the_bound_follows_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bound of 0 would let nobody in, one above the limit would keep nothing back."""
     limits = [1024, 4096]
     monkeypatch.setattr(resource, "getrlimit", lambda which: tuple(limits))
-    assert 1024 - RESERVED - 200 < most_connections() < 1024 - RESERVED
+    assert 1024 - RESERVED - 200 < max_connections() < 1024 - RESERVED
     monkeypatch.setattr(resource, "setrlimit", lambda which, pair: limits.__setitem__(0, pair[0]))
     raise_limit()
     assert limits == [4096, 4096]
     limits[0] = 16
-    assert most_connections() == 1
+    assert max_connections() == 1
     limits[0] = resource.RLIM_INFINITY
-    assert most_connections() == MOST
+    assert max_connections() == MAX_CONNECTIONS

@@ -170,7 +170,7 @@ def test_a_failed_step_is_tried_again_once() -> None:
         bench.turn()
         bench.link.fault("RuntimeError: out of luck")
     bench.turn()
-    assert "b: the step that computes it fails: RuntimeError: out of luck" in str(bench.error("b"))
+    assert "b: the step that computed it failed: RuntimeError: out of luck" in str(bench.error("b"))
 
 
 def test_a_model_that_is_refused_fails_everybody_with_the_reason() -> None:

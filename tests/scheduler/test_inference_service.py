@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -11,6 +13,7 @@ from protos import inference_pb2 as pb
 from scheduler_svc.core.request import FinishReason
 from scheduler_svc.errors import QueueFull, RequestFailed
 from scheduler_svc.front.statuses import DETAILS_KEY
+from scheduler_svc.settings.config import Config
 from tests.support.calls import (
     BYTES,
     END,
@@ -24,7 +27,7 @@ from tests.support.calls import (
     text_of,
     until,
 )
-from tests.support.edge import Edge
+from tests.support.edge import Edge, stop
 from tests.support.fake_engine import FACTS, FakeEngine
 
 
@@ -145,7 +148,7 @@ async def test_a_failure_is_a_status_after_what_was_said(edge: Edge) -> None:
     await started(call)
     edge.engine.speak("r", ids("half"))
     edge.engine.fail("r", RequestFailed("request r: its step made the worker fail"))
-    assert (await call.read()).chunk.text == "half"
+    assert [(await call.read()).chunk.text for _ in "half"] == list("half")
     code, details = await status_of(call)
     assert code == grpc.StatusCode.INTERNAL
     assert "request r" in details
@@ -262,6 +265,28 @@ async def test_server_info(edge: Edge) -> None:
     assert info.uptime_seconds > 0
     assert info.config["max_batch_tokens"] == "2048"
     assert (info.config["safety_margin"], info.config["deterministic"]) == ("unset", "false")
+
+
+async def test_the_queue_limit_counts_those_that_wait_for_the_model(
+    make_edge: Any, config: Config
+) -> None:
+    """A queue limit that does not count those in front of the door is none."""
+    edge = await make_edge(replace(config, max_queue_size=3), is_ready=False)
+    edge.engine.become(num_waiting=1)
+    calls = [generate(edge) for _ in range(3)]  # at once: the last one counts those before it
+    statuses = [asyncio.ensure_future(status_of(call)) for call in calls]
+    refused, waiting = await asyncio.wait(statuses, return_when=asyncio.FIRST_COMPLETED)
+    ((code, details),) = [status.result() for status in refused]
+    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert details == "3 requests are waiting; max_queue_size is 3: retry later"
+    await until(lambda: edge.server.num_live == 2)
+    info = await edge.inference.GetServerInfo(pb.GetServerInfoRequest())
+    assert info.requests_waiting == 3
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await until(lambda: edge.server.num_live == 0)
+    await stop(edge)
 
 
 async def test_many_streams_side_by_side(edge: Edge) -> None:

@@ -54,7 +54,7 @@ def test_a_ready_with_senseless_numbers_is_refused_by_name(
     bench.link.hello()
     bench.link.ready(**{field: value})
     assert worker(bench) == "connecting"
-    assert f"its Ready makes no sense: {field} is {value}" in caplog.text
+    assert f"it sent an invalid Ready: {field} is {value}" in caplog.text
     bench.connect()
     bench.submit("a", [1, 2, 3])
     bench.serve()

@@ -27,26 +27,18 @@ from scheduler_svc.text.tokenizer import Tokenizer
 from tests.scheduler.test_server import NOT_SERVING, health, process
 from tests.support.calls import SECONDS
 from tests.support.edge import Edge, stop
-from tests.support.fake_engine import FakeEngine, fake_views
+from tests.support.fake_engine import FakeEngine
 from tests.support.small_tokenizers import chat
 
 ROOT = Path(__file__).parents[2]
-
-
-class Engines(list[FakeEngine]):
-    """Makes engines, and keeps them."""
-
-    def __call__(self, deliver: Any, on_status: Any) -> Any:
-        self.append(FakeEngine(deliver, on_status))
-        return self[-1]
 
 
 def load(path: str) -> Tokenizer:
     return Tokenizer(chat())
 
 
-async def served(config: Config, engines: Engines, load: Any = load) -> None:
-    await asyncio.wait_for(serve(config, engines, fake_views(), load), SECONDS)
+async def served(config: Config, engine: Any, load: Any = load) -> None:
+    await asyncio.wait_for(serve(config, engine, load), SECONDS)
 
 
 async def test_an_exception_after_the_start_stops_the_engine(
@@ -58,10 +50,10 @@ async def test_an_exception_after_the_start_stops_the_engine(
         raise RuntimeError("no such socket")
 
     monkeypatch.setattr(systemd, "notify", breaks)
-    engines = Engines()
+    engine: Any = FakeEngine()
     with pytest.raises(RuntimeError, match="no such socket"):
-        await served(config, engines)
-    assert not engines[0].is_running
+        await served(config, engine)
+    assert not engine.is_running
 
 
 async def test_an_exception_while_draining_stops_the_engine(
@@ -73,11 +65,11 @@ async def test_an_exception_while_draining_stops_the_engine(
         raise RuntimeError("health is gone")
 
     monkeypatch.setattr(server_module.health.aio.HealthServicer, "enter_graceful_shutdown", breaks)
-    engines = Engines()
+    engine: Any = FakeEngine()
     asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGTERM)
     with pytest.raises(RuntimeError, match="health is gone"):
-        await served(config, engines)
-    assert not engines[0].is_running
+        await served(config, engine)
+    assert not engine.is_running
 
 
 async def test_a_worker_address_that_cannot_be_bound(config: Config) -> None:
@@ -88,7 +80,7 @@ async def test_a_worker_address_that_cannot_be_bound(config: Config) -> None:
             raise OSError("worker_address ipc://x cannot be bound")
 
     with pytest.raises(CannotListen, match="worker_address ipc://x"):
-        await asyncio.wait_for(serve(config, CannotBind, fake_views(), load), SECONDS)  # type: ignore[arg-type]
+        await asyncio.wait_for(serve(config, CannotBind(), load), SECONDS)  # type: ignore[arg-type]
 
 
 async def test_a_broken_mirror_ends_the_process(
@@ -100,10 +92,10 @@ async def test_a_broken_mirror_ends_the_process(
         raise ValueError("health does not follow")
 
     monkeypatch.setattr(server_module.Server, "_mirror_readiness", breaks)
-    engines = Engines()
+    engine: Any = FakeEngine()
     with pytest.raises(EngineCrashed, match="ValueError: health does not follow"):
-        await served(config, engines)
-    assert not engines[0].is_running
+        await served(config, engine)
+    assert not engine.is_running
 
 
 def broken(path: str) -> Tokenizer:
@@ -123,8 +115,8 @@ async def test_a_model_that_cannot_be_served_is_told_everywhere(
     config: Config, is_fault: bool
 ) -> None:
     """To whoever waits, to whoever comes, to operators and to load balancers."""
-    engines = Engines()
-    server = server_module.Server(config, engines, fake_views(), broken)
+    engine: Any = FakeEngine()
+    server = server_module.Server(config, engine, broken)
     await server.start(lambda error: None)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
@@ -132,7 +124,7 @@ async def test_a_model_that_cannot_be_served_is_told_everywhere(
         early = stub.Generate(pb.GenerateRequest(text="hello"), timeout=SECONDS)
         while not server.num_live:  # noqa: ASYNC110 - the server has no event for it
             await asyncio.sleep(0.005)
-        refuse(engines[0], is_fault)
+        refuse(engine, is_fault)
         late = stub.Generate(pb.GenerateRequest(text="hello"), timeout=SECONDS)
         for call in (early, late):
             assert await call.code() == grpc.StatusCode.UNAVAILABLE
@@ -142,7 +134,7 @@ async def test_a_model_that_cannot_be_served_is_told_everywhere(
         info = await stub.GetServerInfo(pb.GetServerInfoRequest())
         assert (info.is_ready, info.worker) == (False, "none" if is_fault else "ready")
         assert "top_k is True" in info.error
-        edge = Edge(server, engines[0], channel, stub, None)
+        edge = Edge(server, engine, channel, stub, None)
         assert await health(edge, INFERENCE) == NOT_SERVING
         await stop(edge)
 
@@ -150,12 +142,12 @@ async def test_a_model_that_cannot_be_served_is_told_everywhere(
 @pytest.mark.parametrize("is_fault", [False, True])
 async def test_a_model_error_ends_the_process_where_asked(config: Config, is_fault: bool) -> None:
     """`chairlift serve` would stay "not ready" for ever, with a worker that holds the memory."""
-    engines = Engines()
+    engine: Any = FakeEngine()
     loop = asyncio.get_running_loop()
-    loop.call_later(0.2, lambda: refuse(engines[0], is_fault))
+    loop.call_later(0.2, lambda: refuse(engine, is_fault))
     with pytest.raises(ModelRefused, match="top_k is True"):
-        await served(replace(config, exit_on_model_error=True), engines, broken)
-    assert not engines[0].is_running
+        await served(replace(config, exit_on_model_error=True), engine, broken)
+    assert not engine.is_running
 
 
 # As processes

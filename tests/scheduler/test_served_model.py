@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from scheduler_svc.engine.events import Status
-from scheduler_svc.errors import QueueFull, Unavailable
-from scheduler_svc.front.served_model import NO_WORKER, ServedModel
+from scheduler_svc.errors import Unavailable
+from scheduler_svc.front.served_model import ServedModel
 from scheduler_svc.text.tokenizer import Tokenizer
 from tests.support.fake_engine import FACTS
 from tests.support.small_tokenizers import chat
 
-READY = Status("ready", FACTS, None, 0, 0)
+READY = Status("ready", FACTS)
 SECONDS = 10.0  # more than anything here takes
 SLOW = threading.Event()  # lets the tokenizer of /slow be loaded
 Make = Callable[..., tuple[ServedModel, list[str]]]
@@ -47,7 +47,7 @@ async def test_waiters_get_the_model_once_it_is_ready(make: Make) -> None:
     """Requests that come while a model loads must not be refused."""
     served, loaded = make()
     waiting = asyncio.create_task(served.wait())
-    served.on_status(replace(NO_WORKER, worker="loading"))
+    served.on_status(Status(worker="loading"))
     served.on_status(READY)
     model = await asyncio.wait_for(waiting, 5)
     assert (model.name, model.facts) == ("tiny", FACTS)
@@ -88,7 +88,7 @@ async def test_a_refused_model_ends_waiting(make: Make) -> None:
     """Nobody should wait for what will never come."""
     served, _ = make()
     waiting = asyncio.create_task(served.wait())
-    served.on_status(replace(NO_WORKER, fatal_error="gpt9 is not supported"))
+    served.on_status(Status(fatal_error="gpt9 is not supported"))
     with pytest.raises(Unavailable, match="gpt9 is not supported"):
         await asyncio.wait_for(waiting, 5)
     with pytest.raises(Unavailable, match="gpt9"):
@@ -161,14 +161,10 @@ async def test_whatever_ends_the_loading_is_told(
     assert len(attempts) == 2
 
 
-async def test_waiting_has_limits(make: Make) -> None:
-    """A queue limit that does not count those in front of the door is none."""
-    served, _ = make(max_waiting=1, wait_seconds=0.05)
-    first = asyncio.create_task(served.wait())
-    await asyncio.sleep(0)
-    with pytest.raises(QueueFull):
-        await served.wait()
+async def test_waiting_has_a_limit(make: Make) -> None:
+    """A client that would rather go elsewhere waits for a worker that never comes."""
+    served, _ = make(wait_seconds=0.05)
     with pytest.raises(Unavailable, match=r"within 0\.05 s"):
-        await first
+        await served.wait()
     with pytest.raises(Unavailable, match="not loaded yet"):
         _ = served.model

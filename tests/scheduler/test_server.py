@@ -24,7 +24,7 @@ from protos import inference_pb2_grpc
 from scheduler_svc.front.server import INFERENCE, CannotListen, EngineCrashed, serve
 from scheduler_svc.settings.config import Config
 from tests.support.edge import Edge, stop
-from tests.support.fake_engine import FakeEngine, fake_views
+from tests.support.fake_engine import FakeEngine
 
 ROOT = Path(__file__).parents[2]
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -198,7 +198,7 @@ async def test_a_broken_engine_ends_the_process(config: Config) -> None:
             on_crash(ValueError("block counts differ"))
 
     with pytest.raises(EngineCrashed, match="block counts differ"):
-        await asyncio.wait_for(serve(config, Crashes, fake_views()), 20)  # type: ignore[arg-type]
+        await asyncio.wait_for(serve(config, Crashes()), 20)  # type: ignore[arg-type]
 
 
 async def test_a_client_killed_mid_stream_is_an_abort(edge: Edge) -> None:

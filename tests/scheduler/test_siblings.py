@@ -74,8 +74,8 @@ async def test_the_unary_shape_has_a_chunk_and_a_complete_each(edge: Edge) -> No
     assert texts(streamed) == texts(whole)
 
 
-async def test_a_slow_reader_gets_a_merged_delta_per_sibling(edge: Edge) -> None:
-    """Merging must neither mix siblings nor let one of them wait for the others' end."""
+async def test_a_slow_reader_gets_every_siblings_own_text(edge: Edge) -> None:
+    """What piles up while nobody reads must neither mix siblings nor lose any text."""
     call = generate(edge, request_id="r", sampling=THREE)
     await started(call)
     for number in range(10):

@@ -13,7 +13,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, duration_pb2, message_factory
 
 from scheduler_svc import errors
-from scheduler_svc.front import trimming
+from scheduler_svc.front import statuses
 from scheduler_svc.front.statuses import STATUS_OF, StatusInterceptor, retry_details
 from tests.support.calls import until
 
@@ -107,9 +107,9 @@ async def test_a_refused_request_is_let_go(fails_in: str) -> None:
 
 async def test_memory_is_given_back_after_long_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """glibc keeps what was freed: gigabytes after some long texts."""
-    monkeypatch.setattr(trimming, "DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(statuses, "TRIM_DELAY_SECONDS", 0.0)
     trims: list[int] = []
-    trimmer = trimming.Trimmer()
+    trimmer = statuses.Trimmer()
     monkeypatch.setattr(trimmer, "_trim", trims.append)
     trimmer.note(1000)
     await asyncio.sleep(0.02)

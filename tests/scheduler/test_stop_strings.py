@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from protos import inference_pb2 as pb
-from scheduler_svc.engine.events import TextStream
 from scheduler_svc.front.served_model import Model
-from scheduler_svc.front.validation import admit
+from scheduler_svc.front.validation import validate
 from scheduler_svc.text.tokenizer import Tokenizer
 from tests.support.fake_engine import FACTS
 from tests.support.small_tokenizers import byte_level, chat
@@ -37,7 +36,7 @@ def read(
         stop=stops, ignore_eos=True, include_stop_str_in_output=is_included
     )
     request = pb.GenerateRequest(text="p", sampling=sampling)
-    text: TextStream = admit(request, "r", 0, MODEL, 8).submission.texts[0]
+    text = validate(request, "r", 0, MODEL, 8).texts[0]
     shown = ""
     for place, token_id in enumerate(ids, 1):
         shown += text.push(token_id)
@@ -90,6 +89,6 @@ def test_with_special_tokens_shown_the_text_has_them() -> None:
     """Then nothing is hidden, and the search in the text is right."""
     sampling = pb.SamplingParams(stop=["<|im_end|>"], skip_special_tokens=False)
     request = pb.GenerateRequest(text="p", sampling=sampling)
-    text = admit(request, "r", 0, MODEL, 8).submission.texts[0]
+    text = validate(request, "r", 0, MODEL, 8).texts[0]
     assert "".join(map(text.push, tokens("a", START, END, "b"))) == "a<|im_start|>"
     assert text.matched_stop == "<|im_end|>"

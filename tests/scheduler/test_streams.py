@@ -7,14 +7,19 @@ import threading
 
 import pytest
 
-from scheduler_svc.engine.events import Delta, Event, Failed
+from scheduler_svc.core.request import FinishReason
+from scheduler_svc.engine.events import Delta, Event, Failed, Finished
 from scheduler_svc.errors import DuplicateRequest, Unavailable
-from scheduler_svc.front.streams import EVENTS_PER_TURN, LiveStreams, ended_unseen
+from scheduler_svc.front.streams import EVENTS_PER_TURN, LiveStreams
 
 
 @pytest.fixture
 async def streams() -> LiveStreams:
     return LiveStreams(asyncio.get_running_loop())
+
+
+def end(request_id: str, index: int = 0) -> Finished:
+    return Finished(request_id, index, FinishReason.LENGTH)
 
 
 async def settle() -> None:
@@ -25,24 +30,24 @@ async def settle() -> None:
 async def test_events_come_in_order_from_another_thread(streams: LiveStreams) -> None:
     """The engine is another thread; an event lost or swapped is a wrong answer."""
     stream = streams.open("a")
-    events: list[Event] = [Delta("a", 0, [1], "x"), Delta("b", 0, [9], "?"), ended_unseen("a")]
+    events: list[Event] = [Delta("a", 0, [1], "x"), Delta("b", 0, [9], "?"), end("a")]
     thread = threading.Thread(target=streams.deliver, args=(events,))
     thread.start()
     assert await stream.next() == Delta("a", 0, [1], "x")
-    assert await stream.next() == ended_unseen("a")
+    assert await stream.next() == end("a")
     assert await stream.next() is None
     thread.join()
 
 
-async def test_a_slow_reader_finds_one_merged_delta(streams: LiveStreams) -> None:
-    """A delta per token for a reader that does not read would fill the memory."""
-    stream = streams.open("a")
-    streams.deliver([Delta("a", 0, [1], "x"), Delta("a", 0, [2, 3], "")])
-    streams.deliver([Delta("a", 0, [], "y")])
+async def test_the_engine_sees_which_deltas_were_taken(streams: LiveStreams) -> None:
+    """It merges what follows meanwhile: a delta per token would fill a slow reader's memory."""
+    stream = streams.open("a", 2)
+    first, second = Delta("a", 0, [1], "x"), Delta("a", 1, [2], "y")
+    streams.deliver([first, second])
     await settle()
-    assert await stream.next() == Delta("a", 0, [1, 2, 3], "xy")
-    streams.deliver([ended_unseen("a")])
-    assert await stream.next() == ended_unseen("a")
+    assert (first.is_taken, second.is_taken) == (False, False)
+    assert await stream.next() is first
+    assert (first.is_taken, second.is_taken) == (True, False)
 
 
 async def test_many_events_leave_the_loop_to_others(streams: LiveStreams) -> None:
@@ -51,13 +56,13 @@ async def test_many_events_leave_the_loop_to_others(streams: LiveStreams) -> Non
     names = [str(number) for number in range(3 * EVENTS_PER_TURN)]
     opened = [streams.open(name) for name in names]
     streams.deliver([Delta(name, 0, [1], "x") for name in names])
-    streams.deliver([ended_unseen(name) for name in names])
+    streams.deliver([end(name) for name in names])
     reads = [asyncio.create_task(stream.next()) for stream in opened]
     await settle()
     await settle()
     assert 0 < sum(read.done() for read in reads) <= 2 * EVENTS_PER_TURN
     assert await asyncio.gather(*reads) == [Delta(name, 0, [1], "x") for name in names]
-    assert [await stream.next() for stream in opened] == [ended_unseen(name) for name in names]
+    assert [await stream.next() for stream in opened] == [end(name) for name in names]
 
 
 async def test_tokens_without_text_are_news(streams: LiveStreams) -> None:
@@ -79,11 +84,11 @@ async def test_a_live_id_is_taken(streams: LiveStreams) -> None:
 async def test_an_abandoned_id_stays_taken_until_the_engine_says_so(streams: LiveStreams) -> None:
     """Late events of the first request would reach the second."""
     stream = streams.open("a")
-    streams.submitted(stream)
+    streams.mark_submitted(stream)
     streams.close(stream)
     with pytest.raises(DuplicateRequest):
         streams.open("a")
-    streams.deliver([Delta("a", 0, [1], "late"), ended_unseen("a")])
+    streams.deliver([Delta("a", 0, [1], "late"), end("a")])
     await settle()
     again = streams.open("a")
     streams.deliver([Delta("a", 0, [2], "new")])
@@ -104,12 +109,11 @@ async def test_idle_means_that_nothing_is_live(streams: LiveStreams) -> None:
 async def test_refusing_and_failing(streams: LiveStreams) -> None:
     """What a drain does: nobody new, those that wait here first, the rest at its end."""
     here, there = streams.open("here"), streams.open("there")
-    streams.submitted(there)
+    streams.mark_submitted(there)
     error = Unavailable("draining")
     streams.refuse(error)
     with pytest.raises(Unavailable, match="draining"):
         streams.open("c")
-    streams.fail_waiting(error)
     with pytest.raises(Unavailable, match="draining"):
         await here.next()
     assert not there.has_ended
@@ -119,18 +123,17 @@ async def test_refusing_and_failing(streams: LiveStreams) -> None:
 
 
 async def test_siblings_take_turns(streams: LiveStreams) -> None:
-    """A talkative sibling starves the others, or their tokens are mixed into one delta."""
+    """A sibling's event overtakes another's, or ends the request for all of them."""
     stream = streams.open("a", 3)
-    streams.deliver([Delta("a", 2, [1], "x"), Delta("a", 0, [2], "y"), Delta("a", 2, [3], "z")])
-    streams.deliver([ended_unseen("a", 2)])
+    streams.deliver([Delta("a", 2, [1], "x"), Delta("a", 0, [2], "y"), end("a", 2)])
     await settle()
-    assert await stream.next() == Delta("a", 2, [1, 3], "xz")
+    assert await stream.next() == Delta("a", 2, [1], "x")
     assert await stream.next() == Delta("a", 0, [2], "y")
-    assert await stream.next() == ended_unseen("a", 2)
+    assert await stream.next() == end("a", 2)
     assert not stream.has_ended
-    streams.deliver([Delta("a", 1, [4], "w"), ended_unseen("a", 1), ended_unseen("a", 0)])
+    streams.deliver([Delta("a", 1, [4], "w"), end("a", 1), end("a", 0)])
     rest = [await stream.next() for _ in range(4)]
-    assert rest == [Delta("a", 1, [4], "w"), ended_unseen("a", 0), ended_unseen("a", 1), None]
+    assert rest == [Delta("a", 1, [4], "w"), end("a", 1), end("a", 0), None]
     assert stream.is_complete
 
 
@@ -138,13 +141,13 @@ async def test_the_whole_is_there_when_all_have_ended(streams: LiveStreams) -> N
     """An answer in one piece that misses a sibling, or comes before its last token."""
     stream = streams.open("a", 2)
     whole = asyncio.create_task(stream.whole())
-    streams.deliver([Delta("a", 1, [1], "x"), ended_unseen("a", 1)])
+    streams.deliver([Delta("a", 1, [1], "x"), end("a", 1)])
     await settle()
     assert not whole.done()
-    streams.deliver([Delta("a", 0, [2], "y"), Delta("a", 0, [3], "z"), ended_unseen("a", 0)])
+    streams.deliver([Delta("a", 0, [2, 3], "yz"), end("a", 0)])
     assert await whole == [
-        (Delta("a", 0, [2, 3], "yz"), ended_unseen("a", 0)),
-        (Delta("a", 1, [1], "x"), ended_unseen("a", 1)),
+        (Delta("a", 0, [2, 3], "yz"), end("a", 0)),
+        (Delta("a", 1, [1], "x"), end("a", 1)),
     ]
 
 
@@ -152,10 +155,10 @@ async def test_a_failure_comes_after_what_was_said(streams: LiveStreams) -> None
     """A sibling's end that had come is lost with the request that failed later."""
     stream = streams.open("a", 2)
     error = Unavailable("the worker is gone")
-    streams.deliver([Delta("a", 1, [1], "x"), ended_unseen("a", 1), Failed("a", error)])
+    streams.deliver([Delta("a", 1, [1], "x"), end("a", 1), Failed("a", error)])
     assert [await stream.next() for _ in range(2)] == [
         Delta("a", 1, [1], "x"),
-        ended_unseen("a", 1),
+        end("a", 1),
     ]
     with pytest.raises(Unavailable, match="the worker is gone"):
         await stream.next()
@@ -169,12 +172,12 @@ async def test_an_abandoned_family_is_live_until_its_last_sibling_ends(
 ) -> None:
     """The first sibling's end frees the id while others still send."""
     stream = streams.open("a", 2)
-    streams.submitted(stream)
+    streams.mark_submitted(stream)
     streams.close(stream)
-    streams.deliver([ended_unseen("a", 1), Delta("a", 0, [1], "late")])
+    streams.deliver([end("a", 1), Delta("a", 0, [1], "late")])
     await settle()
     with pytest.raises(DuplicateRequest):
         streams.open("a")
-    streams.deliver([ended_unseen("a", 0)])
+    streams.deliver([end("a", 0)])
     await settle()
     streams.open("a")

@@ -67,7 +67,7 @@ def test_a_broken_file_of_the_tokenizer(folder: Path, name: str, content: bytes,
 def test_a_tokenizer_of_an_unforeseen_form(folder: Path, name: str, content: str) -> None:
     """JSON that the libraries do not understand: any exception, panics too, becomes a sentence."""
     (folder / name).write_text(content)
-    with pytest.raises(ValueError, match=r"cannot be made of tokenizer\.json and"):
+    with pytest.raises(ValueError, match=r"cannot be loaded from tokenizer\.json and"):
         read_tokenizer(str(folder))
 
 
@@ -78,7 +78,7 @@ def test_a_tokenizer_of_an_unforeseen_form(folder: Path, name: str, content: str
         (POINTER.encode(), "is a Git LFS pointer"),
         (b" \n", "is empty"),
         (b"null", "holds null; allowed: a JSON object"),
-        (b'"x"', "holds a text"),
+        (b'"x"', "holds a string"),
         (b"\xff", "is not UTF-8"),
         (b'{"top_k": 1', "is not JSON, or was cut off"),
         (b'{"top_k": 1' + b"0" * 5000 + b"}", "is not JSON"),
@@ -97,7 +97,7 @@ def test_a_link_to_nothing_is_not_a_missing_file(folder: Path, name: str) -> Non
     """A copy of a cache without its blobs: the model would be served with other defaults."""
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to("../../blobs/4d7a")
-    with pytest.raises(ValueError, match=f"^{name} is a link to nothing"):
+    with pytest.raises(ValueError, match=f"^{name} is a broken link"):
         Tokenizer.load(str(folder))
 
 

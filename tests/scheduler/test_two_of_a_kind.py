@@ -65,8 +65,6 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
         Limits(16, 4),
         link_pb2.Configure(),
         WorkerLink(f"ipc://{tmp_path}/w", 0xA1),
-        lambda events: None,
-        lambda status: None,
         heartbeat_timeout=10.0,
     )
     engine.start()

@@ -13,7 +13,7 @@ from protos import inference_pb2 as pb
 from scheduler_svc.errors import NotImplementedYet, RequestRejected
 from scheduler_svc.front.prompts import prompt_token_ids
 from scheduler_svc.front.served_model import Model
-from scheduler_svc.front.validation import admit, check_request_id
+from scheduler_svc.front.validation import check_request_id, validate
 from scheduler_svc.text.tokenizer import Tokenizer
 from tests.support.fake_engine import FACTS
 from tests.support.small_tokenizers import byte_level, chat, metaspace
@@ -60,8 +60,8 @@ BAD_INPUT: list[tuple[str, pb.GenerateRequest, list[str]]] = [
         [
             "sampling.max_tokens is 124",
             "at most 123",
-            "prompt has 5 tokens",
-            "max_model_len is 128",
+            "prompt (5 tokens)",
+            "is 129; max_model_len is 128",
         ],
     ),
     ("max_tokens 0", sampling(max_tokens=0), ["sampling.max_tokens is 0", "at least 1"]),
@@ -142,7 +142,7 @@ LATER: list[tuple[str, pb.GenerateRequest]] = [
 def test_bad_input_is_named(bad: pb.GenerateRequest, parts: list[str]) -> None:
     """One bad request must hurt nobody else, and its sender must learn what to change."""
     with pytest.raises(RequestRejected) as error:
-        admit(bad, "r", 0, MODEL, 8)
+        validate(bad, "r", 0, MODEL, 8)
     for part in parts:
         assert part in str(error.value), str(error.value)
 
@@ -151,7 +151,7 @@ def test_bad_input_is_named(bad: pb.GenerateRequest, parts: list[str]) -> None:
 def test_what_comes_later_is_refused_by_name(field: str, asked: pb.GenerateRequest) -> None:
     """Silently ignoring a constraint would give answers that break it."""
     with pytest.raises(NotImplementedYet, match=field):
-        admit(asked, "r", 0, MODEL, 8)
+        validate(asked, "r", 0, MODEL, 8)
 
 
 def test_every_field_of_sampling_is_accounted_for() -> None:
@@ -166,7 +166,7 @@ def test_every_field_of_sampling_is_accounted_for() -> None:
 
 def test_neutral_values_of_later_fields_pass() -> None:
     """Client libraries fill in neutral values; refusing them would break every such client."""
-    admitted = admit(
+    submission = validate(
         request(
             sampling={
                 "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0,
@@ -178,12 +178,12 @@ def test_neutral_values_of_later_fields_pass() -> None:
         ),
         "r", 0, MODEL, 8,
     )  # fmt: skip
-    assert admitted.submission.new.cache_salt == "tenant"
+    assert submission.new.cache_salt == "tenant"
 
 
 def test_defaults_are_neutral() -> None:
     """Unset is not zero: temperature 0 would be greedy, top_p 0 impossible."""
-    new = admit(request(), "r", 77, MODEL, 8).submission.new
+    new = validate(request(), "r", 77, MODEL, 8).new
     chosen = new.sampling
     assert (chosen.temperature, chosen.top_p, chosen.top_k, chosen.min_p) == (1.0, 1.0, 0, 0.0)
     assert chosen.seed == 77
@@ -196,11 +196,11 @@ def test_defaults_of_the_model_lose_against_the_request() -> None:
     """The generation config states how the model is meant to be used; a client may differ."""
     stated = {"temperature": 0.6, "top_p": 0.9, "top_k": 1000, "min_p": 0.1}
     model = replace(MODEL, tokenizer=Tokenizer(chat(), stated))
-    by_model = admit(request(), "r", 0, model, 8).submission.new.sampling
+    by_model = validate(request(), "r", 0, model, 8).new.sampling
     assert (by_model.temperature, by_model.top_p, by_model.min_p) == (0.6, 0.9, 0.1)
     assert by_model.top_k == FACTS.vocab_size  # more than that is the same, and fits the worker
-    asked = admit(sampling(temperature=0, top_k=0, top_p=1, min_p=0), "r", 0, model, 8)
-    chosen = asked.submission.new.sampling
+    asked = validate(sampling(temperature=0, top_k=0, top_p=1, min_p=0), "r", 0, model, 8)
+    chosen = asked.new.sampling
     assert (chosen.temperature, chosen.top_p, chosen.top_k, chosen.min_p) == (0.0, 1.0, 0, 0.0)
 
 
@@ -218,45 +218,46 @@ def test_the_bounds_that_messages_name_are_accepted(name: str, bounds: list[floa
     """Fields are float32: 1e-6 arrives as 9.99999997e-07, less than "at least 1e-06"."""
     for bound in bounds:
         asked = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(**{name: bound}))
-        admit(asked, "r", 0, MODEL, 8)
+        validate(asked, "r", 0, MODEL, 8)
 
 
 def test_a_tiny_temperature_of_the_model_is_greedy() -> None:
     """Else every request that leaves it unset would be refused for what the model says."""
     model = replace(MODEL, tokenizer=Tokenizer(chat(), {"temperature": 1e-7}))
-    assert admit(request(), "r", 0, model, 8).submission.new.sampling.temperature == 0.0
+    assert validate(request(), "r", 0, model, 8).new.sampling.temperature == 0.0
 
 
 def test_seed_zero_is_a_seed() -> None:
     """Unset and zero differ: a client that asks for seed 0 wants the same answer again."""
-    assert admit(sampling(seed=0), "r", 77, MODEL, 8).seed == 0
-    assert admit(sampling(seed=str((1 << 63) - 1)), "r", 77, MODEL, 8).seed == (1 << 63) - 1
-    assert admit(sampling(), "r", 77, MODEL, 8).seed == 77
+    assert validate(sampling(seed=0), "r", 77, MODEL, 8).new.sampling.seed == 0
+    largest = (1 << 63) - 1
+    assert validate(sampling(seed=str(largest)), "r", 77, MODEL, 8).new.sampling.seed == largest
+    assert validate(sampling(), "r", 77, MODEL, 8).new.sampling.seed == 77
 
 
 def test_stop_tokens() -> None:
     """ignore_eos keeps the client's own stop tokens."""
-    asked = admit(sampling(stop_token_ids=[5]), "r", 0, MODEL, 8).submission.new.sampling
+    asked = validate(sampling(stop_token_ids=[5]), "r", 0, MODEL, 8).new.sampling
     assert asked.stop_token_ids == {5, END}
-    asked = admit(sampling(stop_token_ids=[5], ignore_eos=True), "r", 0, MODEL, 8)
-    assert asked.submission.new.sampling.stop_token_ids == {5}
+    asked = validate(sampling(stop_token_ids=[5], ignore_eos=True), "r", 0, MODEL, 8)
+    assert asked.new.sampling.stop_token_ids == {5}
 
 
 def test_the_edges_of_the_context_fit() -> None:
     """Off by one here refuses what would fit, or lets in what never ends."""
-    new = admit(sampling(max_tokens=123), "r", 0, MODEL, 8).submission.new
+    new = validate(sampling(max_tokens=123), "r", 0, MODEL, 8).new
     assert len(new.prompt_token_ids) + new.max_tokens == FACTS.max_model_len
-    assert admit(request(text="x" * 127), "r", 0, MODEL, 8).submission.new.max_tokens == 1
+    assert validate(request(text="x" * 127), "r", 0, MODEL, 8).new.max_tokens == 1
 
 
 def test_a_pool_smaller_than_the_context_bounds_requests() -> None:
     """Such a request would wait in the queue for ever, and all behind it."""
     model = replace(MODEL, facts=replace(FACTS, pool_tokens=64))
-    assert admit(request(), "r", 0, model, 8).submission.new.max_tokens == 59
-    with pytest.raises(RequestRejected, match=r"at most 59, .*5 tokens .*KV pool in tokens is 64"):
-        admit(sampling(max_tokens=60), "r", 0, model, 8)
+    assert validate(request(), "r", 0, model, 8).new.max_tokens == 59
+    with pytest.raises(RequestRejected, match=r"at most 59: .*5 tokens.* KV pool holds 64 tokens"):
+        validate(sampling(max_tokens=60), "r", 0, model, 8)
     with pytest.raises(RequestRejected, match="is 64; allowed: at most 63"):
-        admit(request(text="x" * 64), "r", 0, model, 8)
+        validate(request(text="x" * 64), "r", 0, model, 8)
 
 
 def test_prompts() -> None:
@@ -275,19 +276,19 @@ def test_prompts() -> None:
 
 
 def test_text_of_the_answer() -> None:
-    """The stream of an admitted request must honour its stop strings and special tokens."""
+    """The stream of a valid request must honour its stop strings and special tokens."""
     hello = byte_level().encode("hi END.").ids
-    (text,) = admit(sampling(stop=["END"]), "r", 0, MODEL, 8).submission.texts
+    (text,) = validate(sampling(stop=["END"]), "r", 0, MODEL, 8).texts
     assert "".join(map(text.push, hello)) == "hi "
     assert text.matched_stop == "END"
     assert not text.include_stop_str_in_output
-    (text,) = admit(sampling(skip_special_tokens=False), "r", 0, MODEL, 8).submission.texts
+    (text,) = validate(sampling(skip_special_tokens=False), "r", 0, MODEL, 8).texts
     assert text.push(END) == "<|im_end|>"
 
 
 def test_siblings() -> None:
     """Two siblings that share one text would put their tokens into each other's characters."""
-    submission = admit(sampling(n=8, stop=["b"]), "r", 5, MODEL, 8).submission
+    submission = validate(sampling(n=8, stop=["b"]), "r", 5, MODEL, 8)
     assert submission.new.n == 8
     first, second, *_ = submission.texts
     assert len(submission.texts) == 8
@@ -296,12 +297,12 @@ def test_siblings() -> None:
     assert [first.push(e_acute[1]), second.push(e_acute[1])] == ["é", "é"]
     first.push(byte_level().encode("b").ids[0])
     assert (first.matched_stop, second.matched_stop) == ("b", None)
-    assert admit(request(), "r", 5, MODEL, 8).submission.new.n == 1
+    assert validate(request(), "r", 5, MODEL, 8).new.n == 1
 
 
 def test_priority_and_salt_reach_the_core() -> None:
     """An urgent request that waits like all others; a tenant that sees another's cache."""
-    new = admit(request(priority=-3, cacheSalt="tenant"), "r", 0, MODEL, 8).submission.new
+    new = validate(request(priority=-3, cacheSalt="tenant"), "r", 0, MODEL, 8).new
     assert (new.priority, new.cache_salt) == (-3, "tenant")
 
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
+import pytest
 import pytest_asyncio
 
 from protos import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, link_pb2
@@ -16,6 +17,7 @@ from scheduler_svc.engine import views
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.worker_link import WorkerMessage
 from scheduler_svc.front.server import Server
+from scheduler_svc.front.streams import LiveStream
 from scheduler_svc.settings.config import Config
 from scheduler_svc.text.tokenizer import Tokenizer
 from tests.support.calls import BYTES, read_all
@@ -53,12 +55,9 @@ async def channel() -> AsyncIterator[grpc.aio.Channel]:
     )
     link = WillingWorker(GEOMETRY, 4, VOCAB_SIZE)
 
-    def make_engine(deliver: Any, on_status: Any) -> Engine:
-        limits = Limits(config.max_batch_tokens, config.max_requests_per_batch)
-        configure = config.to_configure()
-        return Engine(limits, configure, link, deliver, on_status, heartbeat_timeout=600)
-
-    server = Server(config, make_engine, views, lambda path: Tokenizer(chat()))
+    limits = Limits(config.max_batch_tokens, config.max_requests_per_batch)
+    engine = Engine(limits, config.to_configure(), link, heartbeat_timeout=600)  # type: ignore[arg-type]
+    server = Server(config, engine, lambda path: Tokenizer(chat()))
     await server.start(lambda error: None)
     await server.served.wait_until_ready_is(True)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
@@ -87,6 +86,25 @@ async def test_siblings_from_the_wire_to_the_core_and_back(channel: grpc.aio.Cha
             assert mine[-1].complete.finish_reason == "length"
     usage = mine[-1].complete.usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (13, 12, 12)
+
+
+async def test_deltas_merge_for_a_slow_reader(
+    channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message per token for a client that does not read fills the memory; or some is lost."""
+    next_event = LiveStream.next
+
+    async def next_when_all_is_said(stream: LiveStream) -> Any:
+        await stream._ended.wait()
+        return await next_event(stream)
+
+    monkeypatch.setattr(LiveStream, "next", next_when_all_is_said)
+    stub: Any = inference_pb2_grpc.InferenceStub(channel)
+    responses = await read_all(stub.Generate(request(), timeout=10))
+    chunks = [response.chunk for response in responses if response.HasField("chunk")]
+    (want,) = expected_tokens([PROMPT], [12], VOCAB_SIZE, [1.0], [3])
+    assert [list(chunk.token_ids) for chunk in chunks] == [want[:1], want[1:]]
+    assert "".join(chunk.text for chunk in chunks) == BYTES.decode(want)
 
 
 async def test_what_an_operator_sees_of_the_cache(channel: grpc.aio.Channel) -> None:

@@ -335,7 +335,7 @@ def test_a_lost_result_is_noticed_by_the_heartbeats(caplog: pytest.LogCaptureFix
     assert worker(bench) == "ready"
     beat(bench, "idle", finished=2)
     assert worker(bench) == "connecting"
-    assert "it calls step 2 finished, but no result of it came" in caplog.text
+    assert "it reported step 2 as finished, but sent no result" in caplog.text
     bench.connect()
     serve_right(bench)
 
@@ -359,5 +359,5 @@ def test_a_link_whose_thread_dies_ends_the_engine() -> None:
     bench.link.start = lambda on_message, on_death: deaths.append(on_death)
     bench.engine.start(crashes.put)
     deaths[0](OSError("no such socket"))
-    assert "the thread of the worker link died: no such socket" in str(crashes.get(timeout=20))
+    assert "the worker link's thread died: no such socket" in str(crashes.get(timeout=20))
     bench.engine.stop()

@@ -48,7 +48,13 @@ class CoreDriver:
 
     def submit(self, new: NewRequest) -> list[Request]:
         """Returns the request and its siblings; it must fit."""
-        reason = why_never_fits(self.state.geometry, len(new.prompt_token_ids), new.max_tokens)
+        geometry = self.state.geometry
+        reason = why_never_fits(
+            len(new.prompt_token_ids),
+            new.max_tokens,
+            geometry.max_model_len,
+            geometry.pool_tokens(),
+        )
         assert reason is None, reason
         return self.scheduler.submit(new)
 

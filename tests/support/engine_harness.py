@@ -81,17 +81,23 @@ class Bench:
             limits,
             link_pb2.Configure(model="shadow"),
             self.link,
-            self.events.extend,
-            self.statuses.append,
             policy=policy,
             max_queue_size=max_queue_size,
             heartbeat_timeout=5.0,
             step_timeout=step_timeout,
             clock=lambda: self.now,
         )
+        self.engine.attach(self._take, self.statuses.append)
         self.link.start(
             lambda message: self.engine._inbox.put(lambda: self.engine.on_worker(message))
         )
+
+    def _take(self, events: list[Event]) -> None:
+        """In the place of streams whose clients read at once."""
+        for event in events:
+            if isinstance(event, Delta):
+                event.is_taken = True
+        self.events += events
 
     def connect(self) -> None:
         self.link.hello()

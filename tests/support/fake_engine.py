@@ -20,7 +20,6 @@ from scheduler_svc.engine.events import (
 )
 from scheduler_svc.engine.step_feed import StepFeed
 from scheduler_svc.errors import ChairliftError
-from scheduler_svc.front.served_model import NO_WORKER
 
 FACTS = ModelFacts(
     model_path="/models/tiny",
@@ -41,15 +40,16 @@ class Live:
 
     submission: Submission
     num_output: dict[int, int]
+    unsent: dict[int, Delta] = field(default_factory=dict)  # of an answer wanted in one piece
 
 
 @dataclass(eq=False)
 class FakeEngine:
     """Ends requests as the real one does: by stop token, stop string, max_tokens or abort."""
 
-    deliver: Callable[[list[Event]], None]
-    on_status: Callable[[Status], None]
-    status: Status = NO_WORKER
+    deliver: Callable[[list[Event]], None] = lambda events: None
+    on_status: Callable[[Status], None] = lambda status: None
+    status: Status = field(default_factory=Status)
     steps: StepFeed = field(default_factory=StepFeed)
     live: dict[str, Live] = field(default_factory=dict)
     submitted: list[Submission] = field(default_factory=list)
@@ -60,6 +60,11 @@ class FakeEngine:
     is_running: bool = False
     crash: Callable[[BaseException], None] | None = None
     script: Callable[[FakeEngine, Submission], None] | None = None  # on every submission
+
+    def attach(
+        self, deliver: Callable[[list[Event]], None], on_status: Callable[[Status], None]
+    ) -> None:
+        self.deliver, self.on_status = deliver, on_status
 
     def start(self, on_crash: Callable[[BaseException], None] | None = None) -> None:
         self.is_running = True
@@ -119,7 +124,7 @@ class FakeEngine:
     ) -> None:
         """Ends one sibling, or all that live."""
         which = list(self.live[request_id].num_output) if index is None else [index]
-        self.deliver([self._finish(request_id, index, reason) for index in which])
+        self.deliver([e for index in which for e in self._finish(request_id, index, reason)])
 
     def fail(self, request_id: str, error: ChairliftError) -> None:
         del self.live[request_id]
@@ -132,17 +137,23 @@ class FakeEngine:
         is_stop_token = token_id in new.sampling.stop_token_ids
         is_silent = is_stop_token and not text.include_stop_str_in_output
         shown = "" if is_silent else text.push(token_id)
-        events: list[Event] = []
-        if text.matched_stop is not None:
-            stop = text.matched_stop
-            events = [self._finish(request_id, index, FinishReason.STOP, stop_string=stop)]
-        elif is_stop_token:
-            events = [self._finish(request_id, index, FinishReason.STOP, stop_token_id=token_id)]
+        reason, stop = None, text.matched_stop
+        if stop is not None or is_stop_token:
+            reason = FinishReason.STOP
         elif live.num_output[index] == new.max_tokens:
-            events = [self._finish(request_id, index, FinishReason.LENGTH)]
-        if events:
+            reason = FinishReason.LENGTH
+        if reason is not None:
             shown += text.finish()
-        return [Delta(request_id, index, [token_id], shown), *events]
+        events: list[Event] = [Delta(request_id, index, [token_id], shown)]
+        if not live.submission.is_streamed:
+            delta = live.unsent.setdefault(index, Delta(request_id, index, [], ""))
+            delta.token_ids.append(token_id)
+            delta.text += shown
+            events = []
+        if reason is not None:
+            stop_token_id = token_id if stop is None and is_stop_token else None
+            events += self._finish(request_id, index, reason, stop_token_id, stop)
+        return events
 
     def _finish(
         self,
@@ -151,12 +162,13 @@ class FakeEngine:
         reason: FinishReason,
         stop_token_id: int | None = None,
         stop_string: str | None = None,
-    ) -> Finished:
+    ) -> list[Event]:
+        """The end, behind what was not sent before it."""
         live = self.live[request_id]
         num_output = live.num_output.pop(index)
         if not live.num_output:
             del self.live[request_id]
-        return Finished(
+        end = Finished(
             request_id,
             index,
             reason,
@@ -170,6 +182,7 @@ class FakeEngine:
             decode_seconds=1.0,
             preemptions=0,
         )
+        return [live.unsent[index], end] if index in live.unsent else [end]
 
 
 def _listed(engine: FakeEngine, wanted: str) -> list[Any]:

@@ -73,9 +73,10 @@ class Witness:
                 asked.may_not_fit |= self.never_fits(asked, self.bench.link.geometry)
 
     def never_fits(self, asked: Asked, geometry: Geometry) -> bool:
-        is_reserved = self.bench.engine._state.holds_ended
-        length = len(asked.prompt)
-        return why_never_fits(geometry, length, asked.max_tokens, is_reserved) is not None
+        pool_tokens = geometry.pool_tokens(self.bench.engine._state.holds_ended)
+        longest = geometry.max_model_len
+        reason = why_never_fits(len(asked.prompt), asked.max_tokens, longest, pool_tokens)
+        return reason is not None
 
     def on_submit(self, submission: Submission) -> None:
         """In the engine's place: sees whether the request is accepted."""
@@ -156,11 +157,11 @@ class Witness:
     def check_failure(self, asked: Asked, failed: Failed) -> None:
         assert isinstance(failed.error, RequestFailed), failed
         reason = str(failed.error)
-        if "memory is too small" in reason:
+        if "does not fit" in reason:
             self.happened["did not fit"] += 1
             assert asked.may_not_fit
         else:
-            assert "the step that computes it" in reason, failed
+            assert "the step that computed it" in reason, failed
             self.happened["guilty"] += 1
             # who was in no more than one failed step of others cannot be taken for guilty
             assert asked.poison or asked.num_failures >= 2, f"{asked} is innocent: {failed}"

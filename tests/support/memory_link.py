@@ -1,4 +1,4 @@
-"""A link without sockets: a fake of worker_link.Link for tests of the engine.
+"""A link without sockets: a fake of worker_link.WorkerLink for tests of the engine.
 
 What the engine sends is kept; a test answers by hand, or lets `ShadowWorker` do it.
 """

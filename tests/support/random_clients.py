@@ -31,7 +31,6 @@ from scheduler_svc.core.limits import (
     Limits,
 )
 from scheduler_svc.core.policies import POLICIES
-from scheduler_svc.engine import views
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.worker_link import WorkerMessage
 from scheduler_svc.front.server import Server
@@ -334,11 +333,7 @@ async def live(seed: int, calls: int) -> Outcome:
     link = MortalWorker(memory, num_rows, random.Random(seed + 1))
     crashes: list[BaseException] = []
 
-    def make_engine(deliver: Any, on_status: Any) -> Engine:
-        configure = config.to_configure()
-        return Engine(
-            limits, configure, link, deliver, on_status, policy=policy, heartbeat_timeout=600
-        )
+    engine = Engine(limits, config.to_configure(), link, policy=policy, heartbeat_timeout=600)
 
     def load_tokenizer(path: str) -> Tokenizer:
         tokenizer = Tokenizer(chat())
@@ -346,7 +341,7 @@ async def live(seed: int, calls: int) -> Outcome:
         return tokenizer
 
     outcome = Outcome()
-    server = Server(config, make_engine, views, load_tokenizer)
+    server = Server(config, engine, load_tokenizer)
     await server.start(crashes.append)
     try:
         async with asyncio.timeout(SECONDS):

@@ -13,7 +13,7 @@ from typing import Any
 
 from scheduler_svc.front import server
 from scheduler_svc.settings.config_sources import load_config
-from tests.support.fake_engine import FakeEngine, fake_views
+from tests.support.fake_engine import FakeEngine
 from tests.support.small_tokenizers import chat
 
 
@@ -23,17 +23,13 @@ class StartsReady(FakeEngine):
         self.become_ready()
 
 
-def make_engine(deliver: Any, on_status: Any) -> Any:
-    engine = StartsReady(deliver, on_status)
-    engine.script = lambda engine, submission: engine.speak(submission.new.request_id, [87])
-    return engine
-
-
 def main() -> None:
     logging.basicConfig(level="INFO", stream=sys.stderr)
     config = load_config(sys.argv[1:], {})
     load = lambda path: server.Tokenizer(chat())  # noqa: E731
-    asyncio.run(server.serve(config, make_engine, fake_views(), load_tokenizer=load))
+    engine: Any = StartsReady()
+    engine.script = lambda engine, submission: engine.speak(submission.new.request_id, [87])
+    asyncio.run(server.serve(config, engine, load_tokenizer=load))
 
 
 if __name__ == "__main__":

@@ -99,9 +99,10 @@ class Simulation:
         self._shuffle()
 
     def submit(self, new: NewRequest) -> Request | None:
-        is_reserved = self.state.holds_ended
+        geometry = self.state.geometry
+        pool_tokens = geometry.pool_tokens(self.state.holds_ended)
         prompt_tokens = len(new.prompt_token_ids)
-        if why_never_fits(self.state.geometry, prompt_tokens, new.max_tokens, is_reserved):
+        if why_never_fits(prompt_tokens, new.max_tokens, geometry.max_model_len, pool_tokens):
             self.outcome.refused.append(new.request_id)
             return None
         family = self.scheduler.submit(new)
