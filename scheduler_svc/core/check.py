@@ -23,6 +23,8 @@ def check_idle(state: State) -> None:
     require(not num_promised, "blocks are promised by nobody", num_promised)
     for pool in (state.memory.device, state.memory.swap):
         require(pool.is_free, "chunks are lost or held twice", pool.chunks.num_free)
+        counted = pool.counts.free_chunks, sum(pool.counts.free_blocks)
+        require(counted == (pool.counts.num_usable, 0), "free memory is miscounted", counted)
         for group, allocator in enumerate(pool.allocators):
             require(not allocator.owners.any(), "blocks are owned by nobody", group)
             require(not allocator.used.any(), "chunks' use is miscounted", group)

@@ -21,13 +21,14 @@ def admit_waiting(batch: Batch, requests: Iterable[Request], favoured: Request |
     if batch.stalled or batch.left_out or not len(state.pending):
         return  # first those that run
     has_margin = batch.has_margin()
-    seen = {request.ticket for request in batch.victims}
-    seen.update(admission.request.ticket for admission in batch.admissions)
-    unseen = (request for request in requests if request.ticket not in seen)
-    for request in islice(unseen, LOOK_AHEAD * state.rows.num_rows):
+    waiting = (request for request in requests if request not in batch.victims)
+    admitted = {admission.request.ticket for admission in batch.admissions}
+    for request in islice(waiting, LOOK_AHEAD * state.rows.num_rows):
         num_rows = 1 + len(request.siblings)
         if not (batch.tokens_left and batch.requests_left) or len(batch.free_rows) < num_rows:
             return
+        if request.ticket in admitted:
+            continue
         is_free = batch.is_empty or request is favoured
         if not (has_margin or is_free):
             return
