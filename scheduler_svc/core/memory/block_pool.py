@@ -40,10 +40,9 @@ class BlockPool:
         if not counts.fits(blocks):
             return False  # sharing only needs more room
         if shared:
-            revived = [counts.share(group, table) for group, table in enumerate(shared)]
+            revived = counts.share_tables(shared)
             if not (counts.is_sound and counts.fits(blocks)):
-                for group, table in enumerate(shared):
-                    counts.give(group, table)
+                counts.give_tables(shared)
                 return False
             for allocator, table in zip(self.allocators, revived, strict=True):
                 allocator.revive(table)

@@ -74,6 +74,16 @@ class Counts:
         self._use(group, freed, -1)
         return freed
 
+    def give_tables(self, tables: Sequence[Int32]) -> None:
+        """Removes an owner from each block of tables of all groups [G]."""
+        for group, blocks in enumerate(tables):
+            self.give(group, blocks)
+
+    def share_tables(self, tables: Sequence[Int32]) -> list[Int32]:
+        """Adds an owner to each block of tables of all groups [G]; returns those [G] that were
+        free."""
+        return [self.share(group, blocks) for group, blocks in enumerate(tables)]
+
     def free_share(self) -> float:
         """Free blocks, those of free chunks included, over all blocks: 0 to 1."""
         if not self.num_usable:
