@@ -68,17 +68,17 @@ class KvMemory:
             kept.append(self.tables.blocks[group, row, first : self.tables.end[group, row]])
         return kept
 
-    def give_row(self, row: int) -> None:
+    def release_row(self, row: int) -> None:
         """Empties a row's tables."""
         self.device.give_tables(self.tables.clear(row))
 
-    def give_head(self, group: int, row: int, first: int) -> None:
+    def release_head(self, group: int, row: int, first: int) -> None:
         """Returns the row's pages before `first`, which no later query reads."""
         begin = int(self.tables.first[group, row])
         self.device.give(group, self.tables.blocks[group, row, begin:first][::-1])
         self.tables.first[group, row] = first
 
-    def give_tail(self, row: int, num_tokens: int) -> None:
+    def release_tail(self, row: int, num_tokens: int) -> None:
         """Returns the row's pages behind those of its first `num_tokens` tokens."""
         end = -(-num_tokens // self.page_size)
         for group in range(len(self.groups)):
@@ -120,11 +120,11 @@ class KvMemory:
         for group, (blocks, swap_blocks) in enumerate(zip(kept, drawn, strict=True)):
             pairs = zip(blocks.tolist(), swap_blocks.tolist(), strict=True)
             self.transfers.swap_out += [(group, block, swap) for block, swap in pairs]
-            self.give_head(group, row, firsts[group])
+            self.release_head(group, row, firsts[group])
         if self.geometry.overlaps_swap:
             self.transfers.quarantined.append((request, self.tables.clear(row)))
         else:
-            self.give_row(row)
+            self.release_row(row)
         return Swapped(computed, firsts, drawn)
 
     def swap_in(self, row: int, swapped: Swapped) -> None:

@@ -24,8 +24,8 @@ from scheduler_svc.core.step_time import PromptTime
 from scheduler_svc.core.suspects import Cell
 
 # Share of the margin that must be free for each further admission of a step. In simulated bursts
-# and steady loads, with 0 a burst fills the pool and up to a tenth of all tokens is recomputed; with
-# 1 hardly any is, but there are up to a tenth more steps, with fewer rows; 2/3 balances the two.
+# and steady loads, with 0 a burst fills the pool and up to a tenth of all tokens is recomputed;
+# with 1 hardly any is, but there are up to a tenth more steps, with fewer rows; 2/3 balances both.
 FURTHER_SHARE: Final = 2 / 3
 
 

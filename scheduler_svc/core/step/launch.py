@@ -1,7 +1,8 @@
-"""Completes a step: draws the blocks that were taken for it, and moves the cursors."""
+"""Completes a step: picks the blocks that were taken for it, and advances the cursors."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ from scheduler_svc.core.step.batch import Batch, Part
 
 
 def launch(batch: Batch) -> InFlight | None:
-    """What is in flight from now on; None when the step computes nothing."""
+    """Puts the batch in flight; None, and nothing changes, if it computes nothing."""
     if batch.is_empty:
         return None
     state = batch.state
@@ -49,20 +50,18 @@ def launch(batch: Batch) -> InFlight | None:
         sample_ends -= num_samples.cumsum().repeat(num_samples) - np.arange(1, len(sampled) + 1)
     sampled_for = sampled
     new_tenants = [admission.request.row for admission in batch.admissions]
-    parents = sampled[table.will_fork[rows[sampled]]]
-    if len(parents):
-        forks = [
-            (place, sibling)
-            for place in parents.tolist()
-            for sibling in _fork(state, requests[place])
-        ]
-        new_tenants += [sibling.row for _, sibling in forks]
-        places = [place for place, _ in forks]
+    parents = sampled[table.will_fork[rows[sampled]]].tolist()
+    if parents:
+        families = [_fork(state, requests[place]) for place in parents]
+        siblings = list(itertools.chain.from_iterable(families))
+        places = np.repeat(parents, [len(family) for family in families])
+        sibling_rows = [sibling.row for sibling in siblings]
+        new_tenants += sibling_rows
         sampled = np.concatenate([sampled, places])
         sample_ends = np.concatenate([sample_ends, ends[places]])
-        sampled_for = np.concatenate([sampled_for, np.arange(len(forks)) + len(rows)])
-        named = np.concatenate([rows, np.array([s.row for _, s in forks], np.int32)])
-        requests = requests + [sibling for _, sibling in forks]
+        sampled_for = np.concatenate([sampled_for, np.arange(len(siblings)) + len(rows)])
+        named = np.concatenate([rows, np.array(sibling_rows, np.int32)])
+        requests = requests + siblings
     table.num_in_flight[named] += 1
     in_flight = InFlight(
         step_id=state.next_step_id,
@@ -85,11 +84,12 @@ def launch(batch: Batch) -> InFlight | None:
     state.left_out = _left_out(batch)
     state.next_step_id += 1
     state.in_flight.append(in_flight)
-    state.suspects.took_turn(requests[0])
+    state.suspects.end_turn(requests[0])
     return in_flight
 
 
 def _whole(parts: list[Part]) -> Part:
+    """The parts as one."""
     if len(parts) == 1:
         return parts[0]
     return Part(
@@ -101,8 +101,8 @@ def _whole(parts: list[Part]) -> Part:
 
 
 def _draw(batch: Batch, step: Part) -> list[Sequence[Int32]]:
-    """Picks the blocks: of what is restored, of copied tails, and behind the tables. Returns the
-    swap blocks [G] that are free after the step."""
+    """Picks the blocks of restored pages, copied tails and new pages. Returns tables of swap blocks
+    [G] that are free after the step."""
     state, memory = batch.state, batch.state.memory
     restored = [a for a in batch.admissions if a.swapped is not None]
     needed = step.new_blocks.sum(axis=1) + step.tail_copies.sum(axis=1)
@@ -116,11 +116,9 @@ def _draw(batch: Batch, step: Part) -> list[Sequence[Int32]]:
         freed_swap.append(admission.swapped.blocks)
         admission.request.swapped = None
         state.counters.restores += 1
-    copies_any = step.tail_copies.any()
     for group in range(len(memory.groups)):
-        if copies_any:
-            for row in step.rows[step.tail_copies[group]].tolist():
-                memory.copy_tail(group, row, int(state.rows.computed[row]) // memory.page_size)
+        for row in step.rows[step.tail_copies[group]].tolist():
+            memory.copy_tail(group, row, int(state.rows.computed[row]) // memory.page_size)
         grows = step.new_blocks[group].nonzero()[0]
         if len(grows):
             counts = step.new_blocks[group, grows]
@@ -131,7 +129,7 @@ def _draw(batch: Batch, step: Part) -> list[Sequence[Int32]]:
 
 
 def _fork(state: State, parent: Request) -> list[Request]:
-    """The siblings, now sharing the blocks of the prompt that this step completes."""
+    """Forks off the siblings, which share the blocks of the prompt that this step completes."""
     rows, row = state.rows, parent.row
     siblings, parent.siblings = parent.siblings, []
     rows.will_fork[row] = False
@@ -145,9 +143,8 @@ def _fork(state: State, parent: Request) -> list[Request]:
 
 
 def _left_out(batch: Batch) -> tuple[Request, ...]:
-    """Who found no place in the cache budget; those of other cells still wait for their turns."""
-    state = batch.state
-    left_out = list(batch.left_out)
+    """Running requests beyond the cache budget; those of other cells still wait for their turn."""
+    state, left_out = batch.state, list(batch.left_out)
     if batch.cell is not None:
         cell_of = state.suspects.cell_of
         left_out += [r for r in state.left_out if cell_of(r) is not batch.cell]
