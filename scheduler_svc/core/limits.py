@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass
 from typing import Final
@@ -82,14 +83,10 @@ class Geometry:
         """Tokens of the longest request that fits the pool and max_model_len."""
         if not self.groups:
             return 0
-        fits, too_many = 0, self.max_model_len + 1
-        while too_many - fits > 1:
-            middle = (fits + too_many) // 2
-            if self.chunks_at_most(middle, is_reserved) <= self.usable_chunks:
-                fits = middle
-            else:
-                too_many = middle
-        return fits
+        lengths = range(1, self.max_model_len + 1)
+        return bisect.bisect_right(
+            lengths, self.usable_chunks, key=lambda n: self.chunks_at_most(n, is_reserved)
+        )
 
 
 NO_MEMORY: Final = Geometry(page_size=1, num_chunks=2, chunk_bytes=0, groups=(), max_model_len=0)

@@ -23,13 +23,7 @@ from scheduler_svc.core.limits import NO_MEMORY, Geometry, Limits
 from scheduler_svc.core.memory.kv_memory import KvMemory, Transfers
 from scheduler_svc.core.pending import PendingQueue
 from scheduler_svc.core.policies import Policy
-from scheduler_svc.core.request import (
-    NO_ROW,
-    FinishReason,
-    NewRequest,
-    Request,
-    RequestState,
-)
+from scheduler_svc.core.request import NO_ROW, FinishReason, NewRequest, Request, RequestState
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.step_time import StepCost, aim_of
 from scheduler_svc.core.suspects import Suspects
@@ -145,11 +139,8 @@ class State:
         self.next_ticket += new.n
         self.num_live += new.n
         self.requests[new.request_id] = [first, *first.siblings]
-        self._wait(first)
+        self.pending.add(first, self.policy.urgency(first))
         return [first, *first.siblings]
-
-    def _wait(self, request: Request) -> None:
-        self.pending.add(request, self.policy.urgency(request))
 
     def live(self) -> Iterator[Request]:
         """The live requests and siblings, in order of arrival."""
@@ -263,7 +254,7 @@ class State:
         self.release(request)
         request.state = RequestState.PENDING
         request.drafts = ()
-        self._wait(request)
+        self.pending.add(request, self.policy.urgency(request))
 
     def recall_offloads(self) -> bool:
         """Turns the offloads that no plan has carried into soft resets, as no step can be planned

@@ -9,6 +9,7 @@ prefix in common with a recent prompt, found by comparing tokens, are copied.
 from __future__ import annotations
 
 import array
+import bisect
 import hashlib
 from collections import deque
 from typing import Final
@@ -65,14 +66,8 @@ class BlockNames:
 
 def num_common(names: list[Name], other: list[Name]) -> int:
     """Number of leading pages in common, by bisection: equal names mean equal prefixes."""
-    least, most = 0, min(len(names), len(other))
-    while least < most:
-        middle = (least + most + 1) // 2
-        if names[middle - 1] == other[middle - 1]:
-            least = middle
-        else:
-            most = middle - 1
-    return least
+    lengths = range(1, min(len(names), len(other)) + 1)
+    return bisect.bisect_left(lengths, True, key=lambda n: names[n - 1] != other[n - 1])
 
 
 def _num_equal(prompt: Int32, other: Int32) -> int:

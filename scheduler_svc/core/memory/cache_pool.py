@@ -21,6 +21,7 @@ class CachePool:
     def __init__(self, num_chunks: int, reserved: int = NUM_RESERVED_CHUNKS) -> None:
         self.num_chunks = num_chunks
         self.reserved = reserved
+        self.num_usable = max(0, num_chunks - reserved)
         self.clean = list(range(num_chunks - 1, reserved - 1, -1))
         self.cached: dict[int, Forget] = {}  # least recently freed first
         # clean chunks that the step being drawn does not need: an allocator may take them rather
@@ -30,11 +31,6 @@ class CachePool:
     @property
     def num_free(self) -> int:
         return len(self.clean) + len(self.cached)
-
-    @property
-    def num_usable(self) -> int:
-        """Chunks that are not reserved."""
-        return max(0, self.num_chunks - self.reserved)
 
     def take(self) -> int:
         if self.clean:

@@ -58,12 +58,9 @@ def absorb(state: State, result: StepResult) -> Absorbed:
         state.memory.device.give_tables(tables)
     rows = state.rows
     is_tenant = rows.generation[step.named] == step.generation  # not preempted meanwhile
-    if is_tenant.all():
-        rows.num_in_flight[step.named] -= 1
-    else:
-        rows.num_in_flight[step.named[is_tenant]] -= 1
-        for place in np.flatnonzero(~is_tenant).tolist():
-            step.requests[place].num_in_flight -= 1
+    rows.num_in_flight[step.named[is_tenant]] -= 1
+    for place in np.flatnonzero(~is_tenant).tolist():
+        step.requests[place].num_in_flight -= 1
 
     absorbed = Absorbed()
     is_finite = result.is_finite.astype(np.bool_)
@@ -92,8 +89,8 @@ def absorb(state: State, result: StepResult) -> Absorbed:
 def _verify(
     state: State, step: InFlight, token_ids: Int32, is_current: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.bool_], Int32]:
-    """Compares draft tokens with samples: one is accepted if every draft before it was right. Rows
-    are cut back to their last accepted token and release the pages behind it.
+    """Compares draft tokens with samples: a sample is accepted if every draft token before it was
+    right. Rows are cut back to their last accepted sample, and release the pages behind it.
 
     Returns which samples are accepted [S], and the ends [R] of accepted tokens with KV.
     """
@@ -128,26 +125,21 @@ def _append_tokens(
     absorbed: Absorbed,
 ) -> list[Request]:
     """Appends the samples [S], for all rows at once. Returns the requests that may end by them."""
-    rows, sampled, sampled_for = state.rows, step.sampled, step.sampled_for
-    if step.drafts:
-        sampled, sampled_for = sampled[is_accepted], sampled_for[is_accepted]
-        token_ids = token_ids[is_accepted]
+    rows, token_ids = state.rows, token_ids[is_accepted]
+    sampled, sampled_for = step.sampled[is_accepted], step.sampled_for[is_accepted]
     has_row = is_tenant[sampled_for]
     sampled_rows = step.named[sampled_for]
     has_ended = rows.is_finished[sampled_rows]
-    kept_rows, kept_tokens = sampled_rows, token_ids
-    if not has_row.all():
-        kept_rows, kept_tokens = sampled_rows[has_row], token_ids[has_row]
-        for place in np.flatnonzero(~has_row).tolist():  # preempted, perhaps ended since
-            request = step.requests[sampled_for[place]]
-            has_ended[place] = request.state is RequestState.FINISHED
+    for place in np.flatnonzero(~has_row).tolist():  # preempted, perhaps ended since
+        has_ended[place] = step.requests[sampled_for[place]].state is RequestState.FINISHED
+    kept_rows = sampled_rows[has_row]
     if step.drafts:  # rows may repeat
         np.add.at(rows.known, kept_rows, 1)
         np.add.at(rows.outstanding, kept_rows, -1)
     else:
         rows.known[kept_rows] += 1
         rows.outstanding[kept_rows] -= 1
-    rows.last_token[kept_rows] = kept_tokens
+    rows.last_token[kept_rows] = token_ids[has_row]
     if rows.num_speculating:
         rows.num_drafts[kept_rows] = 0
 

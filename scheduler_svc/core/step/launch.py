@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import fields
 
 import numpy as np
 
@@ -92,12 +93,9 @@ def _whole(parts: list[Part]) -> Part:
     """The parts as one."""
     if len(parts) == 1:
         return parts[0]
-    return Part(
-        np.concatenate([part.rows for part in parts]),
-        np.concatenate([part.num_new_tokens for part in parts]),
-        np.concatenate([part.new_blocks for part in parts], axis=1),
-        np.concatenate([part.tail_copies for part in parts], axis=1),
-    )
+    names = [field.name for field in fields(Part)]
+    arrays = [[getattr(part, name) for part in parts] for name in names]
+    return Part(*(np.concatenate(array, axis=-1) for array in arrays))
 
 
 def _draw(batch: Batch, step: Part) -> list[Sequence[Int32]]:
