@@ -233,10 +233,10 @@ class State:
     def preempt(self, victims: Sequence[Request]) -> None:
         """Frees the rows and blocks of running requests, which return to their old queue places.
 
-        Their KV goes to the swap pool with the next plan if it has room, what plans in flight
-        compute included, as the copy is made after them. Else they keep only their tokens (soft
-        reset). Rows and blocks are free at once although plans in flight name them: the worker
-        executes plans in order, so the next owner writes after those have read.
+        If the swap pool has room, the next plan copies their KV there (offload), including what
+        plans in flight compute; else they keep only their tokens (soft reset). Rows and blocks are
+        free at once although plans in flight name them: the worker executes plans in order, so the
+        next owner writes after those have read.
         """
         for request in victims:
             # unverified drafts may be wrong

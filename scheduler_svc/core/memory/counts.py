@@ -53,6 +53,10 @@ class Counts:
         for group, chunks in enumerate(added):
             self.free_blocks[group] += chunks * self.blocks_per_chunk[group] - blocks[group]
 
+    def cancel_take(self, group: int, count: int) -> None:
+        """Counts blocks of a group that were taken, but will not be drawn, as free."""
+        self.free_blocks[group] += count
+
     def share(self, group: int, blocks: Int32) -> Int32:
         """Adds an owner to each of these distinct blocks. Returns those that were free."""
         owners = self.owners[group]

@@ -125,7 +125,7 @@ class Batch:
                 counts.give(group, np.array([block], np.int32))
                 continue
             parts.pop().tail_copies[group, 0] = False  # its last owner has left: one row keeps it
-            counts.free_blocks[group] += 1
+            counts.cancel_take(group, 1)
             if not parts:
                 del self._copies[group, block]
         if not self.state.rows.running:

@@ -19,39 +19,38 @@ def launch(batch: Batch) -> InFlight | None:
     if batch.is_empty:
         return None
     state = batch.state
-    table = state.rows
+    rows = state.rows
     step = _whole(batch.parts)
-    rows, counts = step.rows, step.num_new_tokens
+    computed_rows, counts = step.rows, step.num_new_tokens
     for admission in batch.admissions:
         state.pending.remove(admission.request)
     freed_swap = _draw(batch, step)
 
-    first = table.computed[rows]
-    ends = first + counts
-    table.computed[rows] = ends
-    num_known = table.known[rows] + table.outstanding[rows]
-    reaches_end, has_all = ends >= num_known, num_known >= table.limit[rows]
+    ends = rows.computed[computed_rows] + counts
+    rows.computed[computed_rows] = ends
+    num_known = rows.known[computed_rows] + rows.outstanding[computed_rows]
+    reaches_end, has_all = ends >= num_known, num_known >= rows.limit[computed_rows]
     sampled = (reaches_end & ~has_all).nonzero()[0]
     sample_ends = ends[sampled]
-    sampled_rows = rows[sampled]
-    table.outstanding[sampled_rows] += 1
-    for row in sampled_rows[~table.is_decoding[sampled_rows]].tolist():
-        table.is_decoding[row] = True
-        table.running[row].state = RequestState.DECODING
-    named, requests = rows, table.tenants(rows)
+    sampled_rows = computed_rows[sampled]
+    rows.outstanding[sampled_rows] += 1
+    for row in sampled_rows[~rows.is_decoding[sampled_rows]].tolist():
+        rows.is_decoding[row] = True
+        rows.running[row].state = RequestState.DECODING
+    named, requests = computed_rows, rows.tenants(computed_rows)
     drafts: dict[int, tuple[int, ...]] = {}
-    if table.num_speculating:
+    if rows.num_speculating:
         num_drafts = ends[sampled] - num_known[sampled]
         pairs = zip(sampled.tolist(), num_drafts.tolist(), strict=True)
         drafts = {place: requests[place].drafts[:count] for place, count in pairs if count}
-        table.outstanding[sampled_rows] += num_drafts
+        rows.outstanding[sampled_rows] += num_drafts
         num_samples = num_drafts + 1
         sampled, sample_ends = sampled.repeat(num_samples), sample_ends.repeat(num_samples)
         # counts down to 0 within each row
         sample_ends -= num_samples.cumsum().repeat(num_samples) - np.arange(1, len(sampled) + 1)
     sampled_for = sampled
     new_tenants = [admission.request.row for admission in batch.admissions]
-    parents = sampled[table.will_fork[rows[sampled]]].tolist()
+    parents = sampled[rows.will_fork[computed_rows[sampled]]].tolist()
     if parents:
         families = [_fork(state, requests[place]) for place in parents]
         siblings = list(itertools.chain.from_iterable(families))
@@ -60,17 +59,17 @@ def launch(batch: Batch) -> InFlight | None:
         new_tenants += sibling_rows
         sampled = np.concatenate([sampled, places])
         sample_ends = np.concatenate([sample_ends, ends[places]])
-        sampled_for = np.concatenate([sampled_for, np.arange(len(siblings)) + len(rows)])
-        named = np.concatenate([rows, np.array(sibling_rows, np.int32)])
+        sampled_for = np.concatenate([sampled_for, np.arange(len(siblings)) + len(computed_rows)])
+        named = np.concatenate([computed_rows, np.array(sibling_rows, np.int32)])
         requests = requests + siblings
-    table.num_in_flight[named] += 1
+    rows.num_in_flight[named] += 1
     in_flight = InFlight(
         step_id=state.next_step_id,
-        rows=rows,
+        rows=computed_rows,
         num_new_tokens=counts,
         ends=ends,
         named=named,
-        generation=table.generation[named],
+        generation=rows.generation[named],
         requests=requests,
         sampled=sampled,
         sampled_for=sampled_for,
