@@ -71,6 +71,7 @@ class StepCost:
         """Corrects the costs by a step's measured time. num_new_tokens, ends: [R]"""
         if not self.aim:
             return
+        costs = self.base, self.per_token, self.per_key
         num_tokens = int(num_new_tokens.sum())
         num_keys = int(keys_read(num_new_tokens, ends).sum())
         expected = self.of(num_tokens, num_keys)
@@ -79,15 +80,11 @@ class StepCost:
             factors = [seconds / expected] * 3
             self._doubts = FIRST_DOUBTS
         else:
-            shares = (
-                self.base / expected,
-                self.per_token * num_tokens / expected,
-                self.per_key * num_keys / expected,
-            )
+            work = zip(costs, (1, num_tokens, num_keys), strict=True)
+            shares = [cost * amount / expected for cost, amount in work]
             difference = min(seconds / expected, MOST_SLOWER) - 1
-            blame = [
-                doubt * share * share for doubt, share in zip(self._doubts, shares, strict=True)
-            ]
+            pairs = list(zip(self._doubts, shares, strict=True))
+            blame = [doubt * share * share for doubt, share in pairs]
             total = sum(blame) + NOISE
             factors = [
                 max(LEAST_FACTOR, 1 + difference * part / total / share) if share else 1.0
@@ -95,11 +92,10 @@ class StepCost:
             ]
             self._doubts = tuple(
                 doubt * (1 - part / total) + DRIFT * share
-                for doubt, part, share in zip(self._doubts, blame, shares, strict=True)
+                for (doubt, share), part in zip(pairs, blame, strict=True)
             )
-        self.base *= factors[0]
-        self.per_token *= factors[1]
-        self.per_key *= factors[2]
+        changed = [cost * factor for cost, factor in zip(costs, factors, strict=True)]
+        self.base, self.per_token, self.per_key = changed
 
 
 class PromptTime:

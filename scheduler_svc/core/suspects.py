@@ -1,15 +1,15 @@
 """Which requests may share a step while it is unknown which of them made a step fail.
 
 Live requests are partitioned into cells; a step computes requests of one cell, and cells take
-turns. Normally one cell has everybody. When a step fails, the requests that it computed become a
-cell and run again; if that fails, in halves, then alone. Only failing alone twice in a row proves
-guilt, as a transient fault may hit anybody once; where the step is not surely the cause (a worker
-may die of anything), each failure weighs less. So k guilty requests among n cost about k * log2(n)
-failed steps, nobody is blamed for a step shared with others, and everybody else proceeds meanwhile.
+turns. Normally all are in one cell. When a step fails, the requests that it computed become a cell
+and run again; if that fails, in halves, then alone. Only failing alone twice in a row proves guilt,
+as a transient fault may hit any request once; where the step is not surely the cause (a worker may
+die of anything), each failure weighs less. So k guilty requests among n cost about k * log2(n)
+failed steps; no request is found guilty of a shared step, and all others proceed meanwhile.
 
 A suspect is cleared once it is past the point of failure: by two tokens, by two more for each
 further suspicion, by fewer again as it proceeds without failures. The growing distance isolates
-what fails only together (a step too big for the device's memory, say), of which nobody is guilty.
+what fails only together (a step too big for the device's memory, say), which proves no guilt.
 A request and its siblings are one suspect.
 """
 
@@ -47,7 +47,7 @@ class _Record:
 
 
 class Suspects:
-    """The cells in order of their turns; one of them is that of all unsuspected requests."""
+    """The cells in order of their turns; one of them has all unsuspected requests."""
 
     def __init__(self) -> None:
         self._innocent = Cell()  # members not listed
@@ -75,6 +75,7 @@ class Suspects:
         return [*self._line] if self.is_active else [None]
 
     def cell_of(self, request: Request) -> Cell:
+        """The cell of the request and its siblings."""
         return self._cells.get(request.request_id, self._innocent)
 
     def end_turn(self, request: Request) -> None:

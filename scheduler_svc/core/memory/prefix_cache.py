@@ -51,8 +51,7 @@ class PrefixCache:
         usable = (len(request.token_ids) - 1) // self._page_size
         hit = request.hit
         if hit is not None and self._is_current(request, hit, usable):
-            is_promised = self._is_promised(request, hit.num_pages, usable)
-            return None if is_promised else hit
+            return None if self._is_promised(request, hit.num_pages, usable) else hit
         kept = 0 if hit is None else self._num_kept(hit)
         run = self._run(request, kept, usable)
         pages = self._with_windows(request, run)
@@ -117,7 +116,7 @@ class PrefixCache:
                 del self._promised[name]
 
     def count(self, request: Request, hit_tokens: int) -> None:
-        """Counts a first admission; later ones of the same request would raise the hit rate."""
+        """Counts a first admission; counting a request's later ones would inflate the hit rate."""
         self.num_queried += request.num_prompt_tokens
         self.num_hit += hit_tokens
 
