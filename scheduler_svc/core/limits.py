@@ -64,6 +64,7 @@ class Geometry:
 
     @property
     def usable_chunks(self) -> int:
+        """Chunks of the pool that are not reserved."""
         return max(0, self.num_chunks - NUM_RESERVED_CHUNKS)
 
     def chunks_at_most(self, num_tokens: int, is_reserved: bool = False) -> int:

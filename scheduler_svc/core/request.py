@@ -20,6 +20,8 @@ NO_ROW: Final = -1
 
 
 class RequestState(enum.StrEnum):
+    """Where a request stands: see state.py for the transitions."""
+
     PENDING = "PENDING"  # holds no row and no blocks
     PREFILLING = "PREFILLING"  # part of its known tokens has no KV yet
     DECODING = "DECODING"  # all known tokens are scheduled; each step samples one more

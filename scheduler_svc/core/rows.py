@@ -49,6 +49,7 @@ class _LastGather(Generic[_Gathered]):
         return self._last[1]
 
     def forget(self) -> None:
+        """Drops the cached gather, as a row got a new tenant."""
         self._last = None
 
 

@@ -3,8 +3,8 @@
 Prompts get what decoding rows leave of a target time, by estimated costs: base + per token + per
 key read (a token reads the keys of all tokens before it; sliding windows are ignored). Measured
 times are inputs of the core, so equal results give equal plans. A step may take longer than the
-target: up to twice, where its base cost would exceed 4 % (else prompts lose throughput); and up to
-twice its decoding rows' cost, where that exceeds half the target (else prompts starve).
+target: up to twice, where its base cost would exceed 4 % (else prompts lose throughput); and where
+its decoding rows cost more than half the target, up to twice their cost (else prompts starve).
 
 Without decoding rows the first prompt may use all of max_batch_tokens; others join within the
 target, as requests whose prompts end there wait for a first token. So the first tokens of a burst
@@ -37,7 +37,7 @@ FIRST_DOUBTS: Final = (4.0, 4.0, 1.0)
 NOISE: Final = 0.01
 DRIFT: Final = 0.01
 MOST_SLOWER: Final = 4.0  # times the expected cost; a longer step may be a pause of the machine
-LEAST_FACTOR: Final = 0.1  # least change of a cost by one result
+LEAST_FACTOR: Final = 0.1  # one result lowers a cost at most to this share of it
 
 
 def aim_of(target_step_ms: float | None, device: str) -> float:

@@ -18,11 +18,12 @@ from scheduler_svc.core.memory.counts import Counts
 class FullAttentionAllocator:
     """Blocks for layers that read every earlier token: ceil(tokens / page_size) per request."""
 
-    sliding_window = 0  # none
-
-    def __init__(self, pool: CachePool, counts: Counts, group: int, page_size: int) -> None:
+    def __init__(
+        self, pool: CachePool, counts: Counts, group: int, page_size: int, sliding_window: int = 0
+    ) -> None:
         self.pool = pool
         self.page_size = page_size
+        self.sliding_window = sliding_window
         self.blocks_per_chunk = counts.blocks_per_chunk[group]
         self.owners = counts.owners[group]  # [block]
         self.used = counts.used[group]  # [chunk] number of owned blocks
@@ -110,6 +111,7 @@ class FullAttentionAllocator:
                 self.forget(block)
 
     def held_chunks(self) -> list[int]:
+        """The group's chunks, ascending."""
         return [int(chunk) for chunk in np.flatnonzero(self.used)]
 
     def _draw_one(self) -> int:
@@ -154,12 +156,6 @@ class SlidingAttentionAllocator(FullAttentionAllocator):
 
     A request keeps only pages that later queries read; its table starts at `first_page`.
     """
-
-    def __init__(
-        self, pool: CachePool, counts: Counts, group: int, page_size: int, sliding_window: int
-    ) -> None:
-        super().__init__(pool, counts, group, page_size)
-        self.sliding_window = sliding_window
 
     def first_pages(self, positions: Int32) -> Int32:
         return np.maximum(0, positions - self.sliding_window + 1) // self.page_size

@@ -17,16 +17,14 @@ class BlockPool:
     """
 
     def __init__(self, geometry: Geometry, num_chunks: int, reserved: int) -> None:
-        groups, page_size = geometry.groups, geometry.page_size
         self.chunks = CachePool(num_chunks, reserved)
-        per_chunk = [group.blocks_per_chunk for group in groups]
+        per_chunk = [group.blocks_per_chunk for group in geometry.groups]
         self.counts = Counts(num_chunks, self.chunks.num_usable, per_chunk)
-        self.allocators = [
-            SlidingAttentionAllocator(self.chunks, self.counts, i, page_size, group.sliding_window)
-            if group.sliding_window
-            else FullAttentionAllocator(self.chunks, self.counts, i, page_size)
-            for i, group in enumerate(groups)
-        ]
+        shared, page_size = (self.chunks, self.counts), geometry.page_size
+        self.allocators: list[FullAttentionAllocator] = []
+        for index, group in enumerate(geometry.groups):
+            kind = SlidingAttentionAllocator if group.sliding_window else FullAttentionAllocator
+            self.allocators.append(kind(*shared, index, page_size, group.sliding_window))
 
     @property
     def is_free(self) -> bool:

@@ -33,6 +33,7 @@ class CachePool:
         return len(self.clean) + len(self.cached)
 
     def take(self) -> int:
+        """Takes a free chunk, clean ones first."""
         if self.clean:
             return self.clean.pop()
         chunk = next(iter(self.cached))

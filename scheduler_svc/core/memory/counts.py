@@ -27,6 +27,7 @@ class Counts:
         self.free_chunks = num_usable
 
     def copy(self) -> Counts:
+        """Independent counts, for what-if questions."""
         twin = copy.copy(self)
         twin.owners = [owners.copy() for owners in self.owners]
         twin.used = [used.copy() for used in self.used]
@@ -43,6 +44,7 @@ class Counts:
         return sum(self._chunks_for(blocks)) - self.free_chunks
 
     def fits(self, blocks: Sequence[int]) -> bool:
+        """Whether that many more blocks [G] are free."""
         return self.shortfall(blocks) <= 0
 
     def take(self, blocks: Sequence[int]) -> None:

@@ -159,6 +159,7 @@ class _Needs:
         self._decodes = state.memory.blocks_needed(self._rows, ends)
 
     def without(self, victims: list[Request]) -> list[int]:
+        """Blocks [G] needed once these have been preempted."""
         remains = ~np.isin(self._rows, [request.row for request in victims])
         decodes = self._decodes[:, remains].sum(axis=1).tolist()
         return [prompt + count for prompt, count in zip(self._prompt, decodes, strict=True)]
