@@ -164,7 +164,7 @@ class Rows:
         that may be scheduled; 0 or less if none. [n]"""
         num_tokens: Int32 = np.minimum(self.known[rows] + self.outstanding[rows], self.goal[rows])
         num_tokens -= self.computed[rows]
-        if self.num_speculating:  # their next tokens depend on the verdict
+        if self.num_speculating:  # a verifying row continues from the verdict
             num_tokens[self.is_verifying(rows)] = 0
         return num_tokens
 
