@@ -1,7 +1,8 @@
-"""The numbers that bound a step, and the shape of the KV memory they apply to."""
+"""The limits of a step, and the geometry of the KV memory that it uses."""
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass
 from typing import Final
@@ -13,17 +14,15 @@ from protos.plan import NUM_RESERVED_CHUNKS
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one step may use. All counts are positive unless said."""
+    """What one step may use. Counts are positive unless said otherwise."""
 
     max_batch_tokens: int  # tokens computed in one step
     max_requests_per_batch: int  # requests in one step; also the number of rows
     cache_budget: int = 0  # pages read in one step, shared ones once; 0 = no limit
     safety_margin: float = 0.15  # share of blocks that must be free for a prefill to join
-    max_plans_in_flight: int = 1  # plans without a result; 2 = run ahead
+    max_plans_in_flight: int = 1  # plans without a result; 2 = run-ahead
     allow_block_sharing: bool = True  # the prefix cache
-    # milliseconds that a step should take, so that nobody waits too long for the next token:
-    # 0 = as long as it takes; None = by the worker's device (step_time.py)
-    target_step_ms: float | None = 0.0
+    target_step_ms: float | None = 0.0  # 0 = no target; None = the device's default (step_time.py)
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_requests_per_batch <= self.max_batch_tokens:
@@ -52,55 +51,50 @@ class GroupGeometry:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The KV memory that a worker has, as its Ready says."""
+    """The KV memory of a worker, as its Ready reports it."""
 
     page_size: int  # tokens of one layer's KV in one page
-    num_chunks: int  # the two reserved ones included
+    num_chunks: int  # including the two reserved ones
     chunk_bytes: int
     groups: tuple[GroupGeometry, ...]
     max_model_len: int  # prompt + output tokens of one request
     num_swap_chunks: int = 0
-    # the worker copies swapped-out blocks beside the forward: it reads them until the result of
-    # the plan that says so is back
-    overlaps_swap: bool = False
+    overlaps_swap: bool = False  # swap-outs run beside the forward, until the plan's result
     device: str = ""  # as torch names it: "cpu", "cuda:0"
 
     @property
     def usable_chunks(self) -> int:
+        """Chunks of the pool that are not reserved."""
         return max(0, self.num_chunks - NUM_RESERVED_CHUNKS)
 
     def chunks_at_most(self, num_tokens: int, is_reserved: bool = False) -> int:
-        """Chunks that a request of so many tokens holds at most, alone and one token a step;
-        with `is_reserved`, all of its pages from the start, those outside the window too."""
+        """Most chunks that a request of `num_tokens` tokens holds, alone and one token a step; with
+        `is_reserved`, it holds all of its pages from the start, out of the window too."""
         chunks = 0
         for group in self.groups:
             pages = -(-num_tokens // self.page_size)
             is_ragged = 0
             if group.sliding_window and not is_reserved:
                 pages = min(pages, -(-group.sliding_window // self.page_size) + 1)
-                is_ragged = int(group.blocks_per_chunk > 1)  # it may begin inside a chunk
+                is_ragged = int(group.blocks_per_chunk > 1)  # may start inside a chunk
             chunks += -(-pages // group.blocks_per_chunk) + is_ragged
         return chunks
 
     def pool_tokens(self, is_reserved: bool = False) -> int:
-        """Tokens of the longest request that the pool holds; max_model_len bounds it too."""
+        """Tokens of the longest request that fits the pool and max_model_len."""
         if not self.groups:
             return 0
-        fits, too_many = 0, self.max_model_len + 1
-        while too_many - fits > 1:
-            middle = (fits + too_many) // 2
-            if self.chunks_at_most(middle, is_reserved) <= self.usable_chunks:
-                fits = middle
-            else:
-                too_many = middle
-        return fits
+        lengths = range(1, self.max_model_len + 1)
+        return bisect.bisect_right(
+            lengths, self.usable_chunks, key=lambda n: self.chunks_at_most(n, is_reserved)
+        )
 
 
 NO_MEMORY: Final = Geometry(page_size=1, num_chunks=2, chunk_bytes=0, groups=(), max_model_len=0)
 
 
 def longest_request(max_model_len: int, pool_tokens: int) -> tuple[int, str]:
-    """The most tokens that prompt and answer may have together, and what sets that limit."""
+    """Most tokens of prompt and answer together, and the reason for the limit, for messages."""
     if pool_tokens < max_model_len:
         return pool_tokens, f"the whole KV pool holds {pool_tokens} tokens"
     return max_model_len, f"max_model_len is {max_model_len}"
@@ -109,7 +103,7 @@ def longest_request(max_model_len: int, pool_tokens: int) -> tuple[int, str]:
 def why_never_fits(
     prompt_tokens: int, max_tokens: int, max_model_len: int, pool_tokens: int
 ) -> str | None:
-    """The reason with both numbers, or None when the request fits an empty pool."""
+    """Why a request cannot fit an empty pool, with both numbers; None if it can."""
     longest, bound = longest_request(max_model_len, pool_tokens)
     total = prompt_tokens + max_tokens
     if total <= longest:

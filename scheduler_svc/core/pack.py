@@ -1,4 +1,4 @@
-"""Flattens a step that was just committed into the arrays of a plan (protos/plan.py)."""
+"""Flattens a step just put in flight into the arrays of a plan (protos/plan.py)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from scheduler_svc.core.state import InFlight, State
 
 
 def pack(state: State, step: InFlight) -> StepPlan:
-    """The plan of the newest step in flight; must be called before anything else is committed."""
-    assert state.in_flight[-1] is step, f"step {step.step_id} is not the newest"
+    """The plan of the newest step in flight; call it before the state changes again."""
+    newest = state.in_flight[-1]
+    assert newest is step, f"step {step.step_id} to pack; the newest is {newest.step_id}"
     rows = state.rows
     query_start_loc = starts(step.num_new_tokens)
     tables = state.memory.tables
     table_start, blocks = tables.flat(step.rows)
     sampled_rows = step.named[step.sampled_for]
     sampling = rows.sampling_of(sampled_rows)
-    behind = step.ends[step.sampled] - step.sample_ends  # tokens of the step, in the same row
+    behind = step.ends[step.sampled] - step.sample_ends  # the row's tokens behind the sampled one
     logits_indices = query_start_loc[1:][step.sampled] - np.int32(1) - behind
     sample_logits = np.arange(len(sampled_rows), dtype=np.int32)
-    if len(step.named) > len(step.rows):  # siblings are forked off, and sample the same logits
+    if len(step.named) > len(step.rows):  # forked siblings sample the same logits
         logits_indices, copies = np.unique(logits_indices, return_inverse=True)
         sample_logits = copies.astype(np.int32)
     return StepPlan(
@@ -48,11 +49,11 @@ def pack(state: State, step: InFlight) -> StepPlan:
 
 
 def _token_ids(state: State, step: InFlight, query_start_loc: Int32) -> Int32:
-    """The step's tokens [T]: of decoding rows from the arrays, of chunks from their requests."""
+    """The step's tokens [T]: of decoding rows from arrays, of prompts from their requests."""
     rows = state.rows
     first = step.ends - step.num_new_tokens
     known = rows.known[step.rows]
-    at_end = first >= known - 1  # at or past the last known token: one token, but for guesses
+    at_end = first >= known - 1  # a decode: one token and drafts
     if step.drafts:
         at_end[list(step.drafts)] = False
     lasts = np.where(first < known, rows.last_token[step.rows], np.int32(UNKNOWN_TOKEN))
@@ -65,7 +66,7 @@ def _token_ids(state: State, step: InFlight, query_start_loc: Int32) -> Int32:
         offset = query_start_loc[place]
         tokens = step.requests[place].token_ids[start : start + count]
         tokens.extend(step.drafts.get(place, ()))
-        # empty for an ended row of a static batch past its last token, where any token will do
+        # no tokens: an ended row of a static batch past its last token, where any token will do
         token_ids[offset : offset + count] = tokens or rows.last_token[step.rows[place]]
     return token_ids
 

@@ -1,7 +1,7 @@
-"""Requests that wait for a row, in the order in which they are to get one.
+"""Requests that wait for a row, in order.
 
-A heap with lazy deletion: adding costs O(log n), removing O(1), and looking at the first k, which
-is all that a step does, O(k log k), however many wait behind them.
+A heap with lazy deletion: adding costs O(log n), removing O(1), and reading the first k, all that a
+step does, O(k log k), however many wait behind them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from scheduler_svc.core.request import Request
 
 
 class PendingQueue:
-    """An ordered set of requests. Not a FIFO: a request that was reset returns to its place."""
+    """An ordered set of requests. Not a FIFO: a preempted request returns to its old place."""
 
     def __init__(self) -> None:
-        # (urgency, ticket, serial): the serial tells an entry from a removed one of the same
-        # request, and is unique, so that requests are never compared
+        # key: (urgency, ticket, serial). The unique serial tells an entry from removed ones of the
+        # same request, and keeps requests from being compared
         self._heap: list[tuple[tuple[int, int, int], Request]] = []
         self._live: dict[int, int] = {}  # ticket → serial
         self._next_serial = 0
@@ -29,7 +29,7 @@ class PendingQueue:
         return request.ticket in self._live
 
     def add(self, request: Request, urgency: int = 0) -> None:
-        """Puts a request in its place: by urgency (lower first), then by arrival."""
+        """Inserts a request by urgency (lower first), then by arrival."""
         assert request not in self, f"{request.name} is already waiting"
         self._live[request.ticket] = self._next_serial
         key = (urgency, request.ticket, self._next_serial)
@@ -37,6 +37,7 @@ class PendingQueue:
         heapq.heappush(self._heap, (key, request))
 
     def remove(self, request: Request) -> None:
+        """Removes a waiting request."""
         del self._live[request.ticket]
         if len(self._heap) > 2 * len(self._live) + 64:
             self._heap = [entry for entry in self._heap if self._is_live(*entry)]
@@ -45,7 +46,7 @@ class PendingQueue:
             heapq.heappop(self._heap)
 
     def in_order(self) -> Iterator[Request]:
-        """The requests, first to last; nothing is changed, and only what is read is paid for."""
+        """The requests, first to last, read lazily; the queue must not change meanwhile."""
         frontier = [(self._heap[0][0], 0)] if self._heap else []
         while frontier:
             key, place = heapq.heappop(frontier)

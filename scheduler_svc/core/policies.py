@@ -1,27 +1,17 @@
-"""In which order requests are offered a place in a step; all else is shared (decide.py).
+"""The order in which requests are offered a place in a step, and the safety margin.
 
-fifo: what decodes goes first, then what prefills, then what waits, each in order of arrival.
-Running answers never stutter because somebody else's long prompt arrived, and a prefill uses
-what the decodes left of the token budget. The price: a new request's first token waits longer
-under load than with prefill_first. Its safety margin of 15 % keeps blocks for the decodes that
-are running, so that few of them are preempted for want of memory; a burst that joins in one step
-may use a third of it.
+fifo: decodes, then prefills, then pending requests, each by arrival. Running answers never stutter
+for another's long prompt. The price: later first tokens under load. Its margin of 15 % keeps blocks
+for running decodes, so that few are preempted; a burst in one step may use a third of it.
 
-prefill_first: what prefills goes first, so a prompt that was begun is finished as fast as the
-token budget allows, and first tokens come early. The price: running answers stutter beside long
-prompts. No margin: it fills the memory, and preempts when it was too greedy.
+prefill_first: prefills, then decodes, so first tokens come early. The price: answers stutter beside
+long prompts, and without a margin it fills the memory and preempts.
 
-priority: by (priority, arrival), lower first, among those that decode, then among those that
-prefill, then among those that wait. A more urgent waiting request preempts the fewest less urgent
-running ones that make room for it, and joins whatever the margin (overtaking.py); under 10 % free
-blocks the least urgent is swapped out. Its margin of 20 % is wider than those 10 %: what was
-swapped out does not come back at once (hysteresis).
-`AGING` arrivals outweigh one step of priority, which bounds how long anybody starves.
+priority: as fifo, but by (priority, arrival), lower first; `AGING` arrivals outweigh one step of
+priority, which bounds starvation. A more urgent request preempts less urgent ones (overtaking.py).
 
-static: the classic baseline, as padded generation does it: a batch is admitted whole, as many as
-there are rows and pages for, with pages for prompt + max_tokens reserved; all its prompts are
-computed before anybody decodes; finished rows are computed on until the last of the batch has
-ended; only then comes the next batch. Here for comparison; nobody should serve with it.
+static: the baseline of padded generation, batch after batch (static_batches.py), for comparison
+only.
 """
 
 from __future__ import annotations
@@ -36,7 +26,7 @@ AGING: Final = 1000  # later arrivals of priority p that may overtake a request 
 
 
 class Phase(enum.Enum):
-    """A class of candidates."""
+    """A class of candidates for a step."""
 
     DECODING = enum.auto()
     PREFILLING = enum.auto()
@@ -45,13 +35,15 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
+    """A scheduler_type."""
+
     name: str
-    phases: tuple[Phase, ...]
-    safety_margin: float  # the default
+    phases: tuple[Phase, ...]  # in order
+    safety_margin: float  # the default, a share of the blocks
     by_priority: bool = False
 
     def urgency(self, request: Request) -> int:
-        """Lower goes first; never changes, so a queue can be kept in order. Ticket if equal."""
+        """Lower goes first, then the lower ticket; constant, so that queues stay sorted."""
         return request.priority * AGING + request.ticket if self.by_priority else request.ticket
 
 
@@ -62,6 +54,6 @@ PREFILL_FIRST: Final = Policy(
 PRIORITY: Final = Policy(
     "priority", (Phase.DECODING, Phase.PREFILLING, Phase.PENDING), 0.2, by_priority=True
 )
-STATIC: Final = Policy("static", (), 0.0)  # see static_batches.py
+STATIC: Final = Policy("static", (), 0.0)
 
 POLICIES: Final = {policy.name: policy for policy in (FIFO, PREFILL_FIRST, PRIORITY, STATIC)}

@@ -1,7 +1,6 @@
-"""A request as the core knows it: what was asked, what is known so far, where it stands.
+"""A request as the core knows it: what was asked, the tokens known so far, its state.
 
-While a request holds a row, its two cursors (what has been scheduled, what has come back) and
-all else that every step needs live in `Rows`, as arrays; here is what a step does not touch.
+While it holds a row, whatever every step needs of it, the two cursors above all, lives in `Rows`.
 """
 
 from __future__ import annotations
@@ -21,10 +20,12 @@ NO_ROW: Final = -1
 
 
 class RequestState(enum.StrEnum):
+    """Where a request stands: see state.py for the transitions."""
+
     PENDING = "PENDING"  # holds no row and no blocks
     PREFILLING = "PREFILLING"  # part of its known tokens has no KV yet
-    DECODING = "DECODING"  # every known token is scheduled; each step samples one more
-    FINISHED = "FINISHED"  # ended, perhaps still named by a plan in flight
+    DECODING = "DECODING"  # all known tokens are scheduled; each step samples one more
+    FINISHED = "FINISHED"  # a plan in flight may still name it
 
 
 class FinishReason(enum.StrEnum):
@@ -35,15 +36,15 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling(SamplerParameters):
-    """How to choose tokens; every value is resolved and valid (the API checks them)."""
+    """How to choose tokens: defaults resolved, values validated by the API."""
 
     seed: int = 0  # 0 <= seed < 2^63
-    stop_token_ids: frozenset[int] = frozenset()  # EOS included, unless it is to be ignored
+    stop_token_ids: frozenset[int] = frozenset()  # with EOS, unless it is ignored
 
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """What the API accepted, before admission by the core."""
+    """A request as the API accepted it."""
 
     request_id: str
     prompt_token_ids: Sequence[int]  # at least one
@@ -52,31 +53,29 @@ class NewRequest:
     priority: int = 0  # lower first
     cache_salt: str = ""
     n: int = 1  # siblings that continue the same prompt
-    speculate: int = 0  # most guessed tokens that a step verifies
+    speculate: int = 0  # most draft tokens that a step verifies
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hit:
-    """Blocks that a request can share: for each group its table from first_pages on.
-
-    A block whose stamp has changed may hold something else by now (allocators.py).
-    """
+    """Blocks that a request can share: tables from first_pages on. A block whose stamp has changed
+    may have other content by now (allocators.py)."""
 
     num_pages: int
-    num_run: int  # pages that all full-attention groups have; windows may allow fewer
+    num_run: int  # pages in all full-attention groups; windows may allow fewer
     first_pages: tuple[int, ...]  # [G]
     blocks: tuple[Int32, ...]  # [G]
-    stamps: tuple[npt.NDArray[np.int64], ...]  # [G] of the blocks
+    stamps: tuple[npt.NDArray[np.int64], ...]  # [G]
 
 
 @dataclass(slots=True, eq=False)
 class Swapped:
-    """Where an offloaded request's KV is: for each cache group, its table in the swap pool."""
+    """An offloaded request's tables in the swap pool."""
 
-    num_tokens: int  # whose KV it is
+    num_tokens: int  # tokens with KV
     first_pages: tuple[int, ...]  # [G]
     blocks: tuple[Int32, ...]  # [G] swap blocks
-    found: Hit | None = None  # what the prefix cache still had of it; -1 where nothing
+    found: Hit | None = None  # blocks still cached at the first look-up; -1 = none
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +84,7 @@ class Request:
 
     request_id: str
     ticket: int
-    token_ids: list[int]  # prompt, then what has come back; never a placeholder
+    token_ids: list[int]  # prompt, then returned samples; no placeholders
     num_prompt_tokens: int
     max_total_tokens: int  # prompt + max_tokens
     sampling: Sampling
@@ -93,25 +92,24 @@ class Request:
     cache_salt: str = ""
     speculate: int = 0
     index: int = 0  # among its siblings
-    siblings: list[Request] = field(default_factory=list)  # to be forked off when it samples
+    siblings: list[Request] = field(default_factory=list)  # to fork off when the prompt is computed
 
     state: RequestState = RequestState.PENDING
     row: int = NO_ROW
-    num_in_flight: int = 0  # plans that name it and have not returned; rows have it while running
+    num_in_flight: int = 0  # plans that name it, while it has no row (Rows.num_in_flight)
     num_preemptions: int = 0
-    num_cached_tokens: int = 0  # found in the prefix cache at its first admission
+    num_cached_tokens: int = 0  # prefix-cache hit of its first admission
     was_admitted: bool = False
-    may_match: bool = True  # the prefix cache
-    was_wedged: bool = False  # nothing could be planned, and that was put down to it
-    names: list[bytes] = field(default_factory=list)  # of its full blocks, as far as asked for
+    may_match: bool = True  # may use the prefix cache
+    was_wedged: bool = False  # reset once to end a wedge (wedge.py)
+    names: list[bytes] = field(default_factory=list)  # of its full blocks, so far
     awaited: bytes | None = None  # name of the last block that another is filling for it
-    hit: Hit | None = None  # what was found in the prefix cache at the last look
+    hit: Hit | None = None  # last result of the prefix-cache search
     swapped: Swapped | None = None  # set while it is offloaded
-    drafts: tuple[int, ...] = ()  # guesses what follows token_ids, to be verified
+    drafts: tuple[int, ...] = ()  # draft tokens behind token_ids, to verify
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it, if one did
-    # [num_prompt_tokens] to compare with others'
-    prompt: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    prompt: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))  # [num_prompt_tokens]
 
     @property
     def name(self) -> str:

@@ -1,11 +1,9 @@
-"""What a step needs of every running request, as arrays indexed by row.
+"""The per-step state of running requests, as arrays indexed by row.
 
-A row is a request's fixed place, here and in the worker's per-request tables, from admission
-until no plan in flight names it. A decode step is then a few array operations, not a Python loop
-over requests.
-
-The two cursors are never mixed: `computed` is what has been *scheduled* (KV stored, or to be
-stored by plans in flight), `known` is what has *come back*.
+A row is a request's fixed place, here and in the worker's per-request tables, from admission until
+no plan in flight names it. A decode step is then a few array operations, not a loop over requests.
+Two cursors are never mixed: `computed` counts tokens *scheduled* (their KV is stored, or will be by
+plans in flight), `known` those *returned*.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from protos.sampling import SAMPLER_FIELDS
 from scheduler_svc.core.request import NO_ROW, Request
 from scheduler_svc.core.seeds import streams
 
-MAX_STOP_IDS: Final = 4  # of a request that are compared as arrays; more are rare, and slower
+MAX_STOP_IDS: Final = 4  # per request in arrays; a request with more is asked itself
 NO_TOKEN: Final = -1
 
 
@@ -30,16 +28,15 @@ NO_TOKEN: Final = -1
 class SamplingColumns:
     """Sampling parameters of some rows. All [n]."""
 
-    streams: npt.NDArray[np.uint64]  # that their uniform numbers are drawn from (seeds.py)
-    parameters: Arrays  # one array for each of SAMPLER_FIELDS
+    streams: npt.NDArray[np.uint64]  # of uniform numbers (seeds.py)
+    parameters: Arrays  # by SAMPLER_FIELDS
 
 
 _Gathered = TypeVar("_Gathered")
 
 
 class _LastGather(Generic[_Gathered]):
-    """What was gathered last, for as long as it is asked for of the same rows: decode steps gather
-    once, not step after step. Read only."""
+    """Caches a gather over the last rows asked for, as decode steps repeat theirs. Read only."""
 
     def __init__(self, gather: Callable[[Int32], _Gathered]) -> None:
         self._gather = gather
@@ -52,6 +49,7 @@ class _LastGather(Generic[_Gathered]):
         return self._last[1]
 
     def forget(self) -> None:
+        """Drops the cached gather, as a row got a new tenant."""
         self._last = None
 
 
@@ -64,20 +62,20 @@ class Rows:
         self.known = np.zeros(num_rows, np.int32)  # [N] len(token_ids)
         self.outstanding = np.zeros(num_rows, np.int32)  # [N] samples planned, not returned
         self.limit = np.zeros(num_rows, np.int32)  # [N] prompt + max_tokens
-        # [N] tokens to compute in all: a last sample needs no KV; 0 while the row waits for a fork,
-        # and once it has ended
+        # [N] tokens to compute in all: the last sample needs no KV; 0 for a row that awaits its
+        # fork or has ended
         self.goal = np.zeros(num_rows, np.int32)
-        self.num_drafts = np.zeros(num_rows, np.int32)  # [N] guessed tokens to be verified
+        self.num_drafts = np.zeros(num_rows, np.int32)  # [N] draft tokens to verify
         self.speculates = np.zeros(num_rows, np.bool_)  # [N] never planned ahead
         self.last_token = np.zeros(num_rows, np.int32)  # [N] token_ids[-1]
         self.is_decoding = np.zeros(num_rows, np.bool_)  # [N] all known tokens are scheduled
         self.is_finished = np.zeros(num_rows, np.bool_)  # [N] ended, but a plan names the row
-        self.awaits_fork = np.zeros(num_rows, np.bool_)  # [N] a sibling whose prompt is not done
-        self.will_fork = np.zeros(num_rows, np.bool_)  # [N] the one that they wait for
-        self.has_siblings = np.zeros(num_rows, np.bool_)  # [N] only they share a page in part
+        self.awaits_fork = np.zeros(num_rows, np.bool_)  # [N] a sibling not forked off yet
+        self.will_fork = np.zeros(num_rows, np.bool_)  # [N] the request that it is forked from
+        self.has_siblings = np.zeros(num_rows, np.bool_)  # [N] only these share partial pages
         self.is_tainted = np.zeros(num_rows, np.bool_)  # [N] some of its KV is not finite
         self.num_in_flight = np.zeros(num_rows, np.int32)  # [N] plans that name the row
-        self.generation = np.zeros(num_rows, np.int32)  # [N] counts the tenants that have left
+        self.generation = np.zeros(num_rows, np.int32)  # [N] number of past tenants
         self.published = np.zeros(num_rows, np.int32)  # [N] pages named in the prefix cache
         self.num_speculating = 0  # rows
 
@@ -86,9 +84,9 @@ class Rows:
             {name: np.zeros(num_rows, entry.dtype) for name, entry in SAMPLER_FIELDS.items()},
         )
         self.stop_ids = np.full((MAX_STOP_IDS, num_rows), NO_TOKEN, np.int32)  # [K, N]
-        self.has_more_stops = np.zeros(num_rows, np.bool_)  # [N] than K: ask the request
+        self.has_more_stops = np.zeros(num_rows, np.bool_)  # [N] more than K: ask the request
 
-        self.running: dict[int, Request] = {}  # row → request, in order of admission
+        self.running: dict[int, Request] = {}  # row → tenant, finished ones too; by admission
         self._free = list(range(num_rows - 1, -1, -1))
         self._order: Int32 | None = None
         self.sampling_of = _LastGather(self._gather_sampling)
@@ -99,40 +97,36 @@ class Rows:
         return len(self._free)
 
     def in_use(self) -> Int32:
-        """The rows in use, in order of admission. [number running]"""
+        """The rows with tenants, in order of admission. [R]"""
         if self._order is None:
             self._order = np.fromiter(self.running, np.int32, len(self.running))
         return self._order
 
     def next_free(self, count: int) -> list[int]:
-        """That many free rows, the one given back last first."""
+        """Up to `count` free rows, last vacated first."""
         return self._free[: -count - 1 : -1] if count else []
 
     def assign(self, request: Request, row: int) -> None:
-        """Gives a pending request a free row, with nothing computed."""
+        """Makes a pending request the tenant of a free row, with nothing computed."""
         self._free.remove(row)
         request.row = row
         self.running[row] = request
         self._order = None
         self.sampling_of.forget()
         self.tenants.forget()
-        self.computed[row] = 0
+        for cleared in (
+            self.computed, self.outstanding, self.num_drafts, self.is_decoding, self.is_finished,
+            self.awaits_fork, self.is_tainted, self.num_in_flight, self.published,
+        ):  # fmt: skip
+            cleared[row] = 0
         self.known[row] = len(request.token_ids)
-        self.outstanding[row] = 0
         self.limit[row] = request.max_total_tokens
         self.goal[row] = max(request.max_total_tokens - 1, request.num_prompt_tokens)
-        self.num_drafts[row] = 0
         self.speculates[row] = request.speculate > 0
         self.num_speculating += request.speculate > 0
         self.last_token[row] = request.token_ids[-1]
-        self.is_decoding[row] = False
-        self.is_finished[row] = False
-        self.awaits_fork[row] = False
         self.will_fork[row] = bool(request.siblings)
         self.has_siblings[row] = bool(request.siblings) or request.index > 0
-        self.is_tainted[row] = False
-        self.num_in_flight[row] = 0
-        self.published[row] = 0
         sampling = request.sampling
         for name, column in self.sampling.parameters.items():
             column[row] = getattr(sampling, name)
@@ -145,56 +139,55 @@ class Rows:
         self.stop_ids[: len(stops), row] = stops[:MAX_STOP_IDS]
 
     def await_fork(self, row: int) -> None:
-        """The row's tenant is a sibling of one whose prompt is not computed yet."""
+        """Marks the tenant as a sibling whose shared prompt is not computed yet."""
         self.awaits_fork[row] = True
         self.goal[row] = 0
 
     def finish(self, row: int) -> None:
-        """The row's tenant has ended; nothing more is planned for it."""
+        """Marks the tenant as ended: nothing more is planned for it."""
         self.is_finished[row] = True
         self.goal[row] = 0
 
     def vacate(self, request: Request) -> None:
-        """Takes the row back."""
+        """Frees the row of a request."""
         row = request.row
         del self.running[row]
         self.num_speculating -= request.speculate > 0
-        self.generation[row] += 1  # plans in flight that name the row mean the old tenant
+        self.generation[row] += 1  # plans in flight mean the old tenant
         self._order = None
         self._free.append(row)
         request.num_in_flight = int(self.num_in_flight[row])
         request.row = NO_ROW
 
     def to_compute(self, rows: Int32) -> Int32:
-        """num_tokens - num_computed_tokens, where num_tokens counts the samples outstanding: what
-        may be scheduled of each row; 0 or less if nothing. [n]"""
+        """num_tokens - num_computed_tokens, where num_tokens counts outstanding samples: the tokens
+        that may be scheduled; 0 or less if none. [n]"""
         num_tokens: Int32 = np.minimum(self.known[rows] + self.outstanding[rows], self.goal[rows])
         num_tokens -= self.computed[rows]
-        if self.num_speculating:  # what a verifying row continues with is not known yet
+        if self.num_speculating:  # a verifying row continues from the verdict
             num_tokens[self.is_verifying(rows)] = 0
         return num_tokens
 
     def is_ending(self, rows: Int32) -> npt.NDArray[np.bool_]:
-        """Which rows compute no more: they have ended, or will with the plans in flight. [n]"""
+        """Whether rows compute no more: ended, or ending with the plans in flight. [n]"""
         is_ending: npt.NDArray[np.bool_] = self.to_compute(rows) <= 0
         if self.num_speculating:
             is_ending &= ~self.is_verifying(rows)
         return is_ending
 
     def is_verifying(self, rows: Int32 | int) -> npt.NDArray[np.bool_]:
-        """Which rows wait for the verdict on guessed tokens. [n]"""
+        """Whether rows wait for the verdict on draft tokens. [n]"""
         is_verifying: npt.NDArray[np.bool_] = self.speculates[rows] & (self.outstanding[rows] > 0)
         return is_verifying & ~self.is_finished[rows]
 
     def _gather_sampling(self, rows: Int32) -> SamplingColumns:
-        columns = self.sampling.parameters.items()
-        parameters = {name: column[rows] for name, column in columns}
+        parameters = {name: column[rows] for name, column in self.sampling.parameters.items()}
         return SamplingColumns(self.sampling.streams[rows], parameters)
 
     def _gather_tenants(self, rows: Int32) -> list[Request]:
         return list(map(self.running.__getitem__, rows.tolist()))
 
     def may_stop(self, rows: Int32, token_ids: Int32) -> npt.NDArray[np.bool_]:
-        """Which rows may end with these tokens by a stop token, for the request to say. [n]"""
+        """Whether these tokens may be stop tokens of their rows; the request decides. [n]"""
         is_stop: npt.NDArray[np.bool_] = (self.stop_ids[:, rows] == token_ids).any(axis=0)
         return is_stop | self.has_more_stops[rows]

@@ -1,8 +1,8 @@
-"""Uniform numbers for sampling: a function of (seed, sibling, position), and of nothing else.
+"""Uniform numbers for sampling, a function of (seed, sibling, position) alone.
 
-So a seed gives the same tokens alone, in any batch, after a preemption and after a crash. The
-hash is the finaliser of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number
-generators", OOPSLA 2014), applied once per input, on whole arrays.
+So a seed gives the same tokens alone, in any batch, after a preemption and after a crash. The hash
+is SplitMix64's finaliser (Steele, Lea, Flood: "Fast splittable pseudorandom number generators",
+OOPSLA 2014), once per input, on whole arrays.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _MIX2: Final = np.uint64(0x94D049BB133111EB)
 
 
 def streams(seed: _UInt64, sibling: _UInt64) -> _UInt64:
-    """What the uniform numbers of an answer are drawn from. All arguments and result [n]."""
+    """The streams of siblings' uniform numbers. Arguments and result: [n]"""
     return _mix(_mix(seed) ^ sibling)
 
 
 def uniforms(stream: _UInt64, position: npt.NDArray[np.integer]) -> Float32:
-    """One number k / 2^24 in [0, 1) per entry, exact in float32. All arguments and result [n]."""
+    """Numbers k / 2^24 in [0, 1), exact in float32. Arguments and result: [n]"""
     mixed = _mix(stream ^ position.astype(np.uint64))
     return (mixed >> np.uint64(40)).astype(np.float32) / np.float32(2.0**24)
 

@@ -1,11 +1,11 @@
-"""Every fact about every live request, and the few operations that move one between states.
+"""The state of every live request, and the operations that move one between states.
 
     submit ─▶ PENDING ──admit──▶ PREFILLING ──last chunk planned──▶ DECODING ──▶ FINISHED
                  ▲                    │                                 │
                  └─────── preempt ────┴─────────────────────────────────┘
 
-A finished request that plans in flight still name keeps its row and blocks until the last of
-them has returned: `release` gives them back, once, and is the only place that does.
+A finished request keeps its row and blocks until the last plan that names it has returned. Only
+`release` frees rows and tables.
 """
 
 from __future__ import annotations
@@ -23,13 +23,7 @@ from scheduler_svc.core.limits import NO_MEMORY, Geometry, Limits
 from scheduler_svc.core.memory.kv_memory import KvMemory, Transfers
 from scheduler_svc.core.pending import PendingQueue
 from scheduler_svc.core.policies import Policy
-from scheduler_svc.core.request import (
-    NO_ROW,
-    FinishReason,
-    NewRequest,
-    Request,
-    RequestState,
-)
+from scheduler_svc.core.request import NO_ROW, FinishReason, NewRequest, Request, RequestState
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.step_time import StepCost, aim_of
 from scheduler_svc.core.suspects import Suspects
@@ -37,10 +31,10 @@ from scheduler_svc.core.suspects import Suspects
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InFlight:
-    """A plan without a result: what was sent, for results carry no request ids.
+    """A plan without a result, kept because results carry no request ids.
 
-    It names the rows that it computes, and behind them the siblings that it forks off. What it
-    samples of a row is a vector: nothing, one token, or one behind each token that is verified.
+    It names the rows that it computes, then the siblings that it forks off. It samples no token of
+    a row, one, or one behind each draft token.
     """
 
     step_id: int
@@ -48,20 +42,20 @@ class InFlight:
     num_new_tokens: Int32  # [R]
     ends: Int32  # [R] tokens of each row after the step
     named: Int32  # [R + forks] rows
-    generation: Int32  # [R + forks] of the rows when planned
-    requests: list[Request]  # [R + forks]
-    sampled: npt.NDArray[np.intp]  # [S] index into rows: of whose logits a token is sampled
-    sampled_for: npt.NDArray[np.intp]  # [S] index into named: who gets the token
-    sample_ends: Int32  # [S] position of the token, in its request
-    drafts: dict[int, tuple[int, ...]]  # index into rows → the tokens that are verified
-    scored: list[int]  # index into rows: requests that sample nothing, and are done
-    admitted: list[Request]  # that got their rows in this step
-    new_tenants: Int32  # [I] rows
+    generation: Int32  # [R + forks] of these rows, when planned
+    requests: list[Request]  # [R + forks] their tenants
+    sampled: npt.NDArray[np.intp]  # [S] index into rows: whose logits are sampled
+    sampled_for: npt.NDArray[np.intp]  # [S] index into named: whose token it is
+    sample_ends: Int32  # [S] position of the token in its request
+    drafts: dict[int, tuple[int, ...]]  # index into rows → draft tokens to verify
+    scored: list[int]  # index into rows: requests that end without a sample
+    admitted: list[Request]  # got their rows in this step
+    new_tenants: Int32  # [I] rows assigned in this step
     transfers: Transfers
     freed_swap: list[Sequence[Int32]]  # swap blocks [G], free once the plan has returned
 
     def reaches(self) -> list[tuple[Request, int]]:
-        """Whom the step computes or forks off, and the end of that, in tokens of the request."""
+        """The requests that the step computes or forks off, each with its tokens after the step."""
         forks = self.requests[len(self.rows) :]
         ends = self.ends.tolist() + [sibling.num_prompt_tokens for sibling in forks]
         return list(zip(self.requests, ends, strict=True))
@@ -69,7 +63,7 @@ class InFlight:
 
 @dataclass(slots=True)
 class Counters:
-    """What has happened since the start, for the operator."""
+    """Events since the start, for the operator."""
 
     soft_resets: int = 0
     offloads: int = 0
@@ -77,30 +71,30 @@ class Counters:
 
 
 class State:
-    """The scheduler's state: see scheduler.py for what changes it, and when."""
+    """The scheduler's state; scheduler.py and step/ change it."""
 
-    holds_ended = False  # rows leave together, with pages reserved for all: see static_batches.py
+    holds_ended = False  # whether rows are released together: see static_batches.py
 
     def __init__(self, limits: Limits, geometry: Geometry, policy: Policy) -> None:
         self.limits = limits
         self.policy = policy
-        # request_id → the request and its siblings, as far as they live; in order of arrival
+        # request_id → the live ones of the request and its siblings; in order of arrival
         self.requests: dict[str, list[Request]] = {}
-        self.num_live = 0  # of them, siblings counted each
+        self.num_live = 0  # requests and siblings
         self.pending = PendingQueue()
         self.suspects = Suspects()
         self.counters = Counters()
         self.next_ticket = 0
         self.next_step_id = 0
         self.in_flight: deque[InFlight] = deque()
-        # ran, and found no place in the last plan's cache budget; whoever waits longest first
+        # running, but beyond the last plan's cache budget; longest wait first
         self.left_out: tuple[Request, ...] = ()
         self.step_cost = StepCost(aim_of(limits.target_step_ms, geometry.device), geometry.device)
         self._set_memory(geometry)
 
     @property
     def plans_allowed(self) -> int:
-        """How many plans may be without a result."""
+        """The limit of plans in flight; 1 while a request is suspected (suspects.py)."""
         return 1 if self.suspects.is_active else self.limits.max_plans_in_flight
 
     def _set_memory(self, geometry: Geometry) -> None:
@@ -108,14 +102,15 @@ class State:
         num_rows = self.limits.max_requests_per_batch
         self.memory = KvMemory(geometry, num_rows, geometry.pool_tokens(self.holds_ended))
         self.rows = Rows(num_rows)
-        # what is known of the same device holds on
+        # what was learned of the same device stays valid
         if geometry.groups and geometry.device != self.step_cost.device:
             aim = aim_of(self.limits.target_step_ms, geometry.device)
             self.step_cost = StepCost(aim, geometry.device)
 
     def submit(self, new: NewRequest) -> list[Request]:
-        assert new.request_id not in self.requests, f"{new.request_id} is live already"
-        assert new.n == 1 or new.max_tokens, "siblings differ by what they sample"
+        """Queues a request; returns it and its siblings."""
+        assert new.request_id not in self.requests, f"request {new.request_id} is live already"
+        assert new.n == 1 or new.max_tokens, f"n is {new.n} with max_tokens 0; allowed: 1"
         first = Request(
             request_id=new.request_id,
             ticket=self.next_ticket,
@@ -144,19 +139,15 @@ class State:
         self.next_ticket += new.n
         self.num_live += new.n
         self.requests[new.request_id] = [first, *first.siblings]
-        self._wait(first)
+        self.pending.add(first, self.policy.urgency(first))
         return [first, *first.siblings]
 
-    def _wait(self, request: Request) -> None:
-        self.pending.add(request, self.policy.urgency(request))
-
     def live(self) -> Iterator[Request]:
-        """Every live request and sibling, in order of arrival."""
+        """The live requests and siblings, in order of arrival."""
         return itertools.chain.from_iterable(self.requests.values())
 
     def active(self) -> list[Request]:
-        """Running requests that have not ended, without siblings that are not forked off yet, in
-        order of admission."""
+        """Running, unfinished requests in order of admission, without siblings to be forked off."""
         return [
             request
             for row, request in self.rows.running.items()
@@ -164,7 +155,7 @@ class State:
         ]
 
     def num_queued(self) -> int:
-        """Waiting requests that no row is free for."""
+        """Number of pending requests beyond the free rows."""
         free = self.rows.num_free
         in_use = self.rows.in_use()
         num_running = len(in_use) - int(self.rows.is_finished[in_use].sum())
@@ -179,31 +170,31 @@ class State:
         return num_queued
 
     def admit(self, request: Request, rows: Sequence[int], computed: int) -> None:
-        """Assigns a waiting request and its siblings their rows; `computed` tokens of it have their
-        KV. It leaves the queue when the step is complete: others are looked at in its order."""
-        table = self.rows
+        """Assigns rows to a pending request and its siblings; `computed` of its tokens have KV. It
+        stays queued until the step is complete, as the queue is being iterated."""
         request.state = RequestState.PREFILLING
         request.may_match = True
         request.hit = None
         row, *sibling_rows = rows
-        table.assign(request, row)
-        table.computed[row] = computed
+        self.rows.assign(request, row)
+        self.rows.computed[row] = computed
         if not request.was_admitted:
             request.was_admitted = True
             if self.limits.allow_block_sharing:
                 request.num_cached_tokens = computed
                 self.memory.prefix_cache.count(request, computed)
         for sibling, sibling_row in zip(request.siblings, sibling_rows, strict=True):
-            table.assign(sibling, sibling_row)
-            table.await_fork(sibling_row)
-            sibling.was_admitted = True  # its prompt was looked up with the first one's
+            self.rows.assign(sibling, sibling_row)
+            self.rows.await_fork(sibling_row)
+            sibling.was_admitted = True  # one look-up serves all siblings
             sibling.num_cached_tokens = request.num_cached_tokens
             sibling.state = RequestState.PREFILLING
 
     def finish(
         self, request: Request, reason: FinishReason, stop_token_id: int | None = None
     ) -> None:
-        assert request.state is not RequestState.FINISHED, f"{request.name} ended already"
+        """Ends a live request in any state; siblings not yet forked end with it."""
+        assert request.state is not RequestState.FINISHED, f"request {request.name} ended already"
         if request in self.pending:
             self.pending.remove(request)
         self.drop_swapped(request)
@@ -215,7 +206,7 @@ class State:
         self.num_live -= 1
         if not family:
             del self.requests[request.request_id]
-        self.suspects.ended(request, is_last=not family)
+        self.suspects.remove(request, is_last=not family)
         siblings, request.siblings = request.siblings, []
         for sibling in siblings:
             self.finish(sibling, reason)
@@ -224,15 +215,15 @@ class State:
             self.release_ended([request])
 
     def release_ended(self, requests: Sequence[Request]) -> None:
-        """Gives back what those of the requests hold that have ended and that no plan names."""
+        """Releases those of these finished requests that no plan in flight names."""
         for request in requests:
             if request.row != NO_ROW and self.rows.num_in_flight[request.row] == 0:
                 self.release(request)
 
     def release(self, request: Request) -> None:
-        """Gives back the blocks and the row of a request."""
+        """Frees a running request's blocks and row, and the rows of siblings not yet forked."""
         self.memory.prefix_cache.break_promises(request)
-        self.memory.give_row(request.row)
+        self.memory.release_row(request.row)
         self.rows.vacate(request)
         for sibling in request.siblings:
             if sibling.row != NO_ROW:
@@ -240,16 +231,15 @@ class State:
                 sibling.state = RequestState.PENDING
 
     def preempt(self, victims: Sequence[Request]) -> None:
-        """Takes rows and blocks from running requests, which wait in their old places.
+        """Frees the rows and blocks of running requests, which return to their old queue places.
 
-        Their KV goes to the swap pool, with the next plan, if it has room: what a plan in flight
-        computes counts, for the copy is made after that plan. Else they keep only their tokens
-        (soft reset). Blocks and row are free at once, also while a plan in flight names them: the
-        worker works through plans in order, so whoever gets them next writes after that plan has
-        read.
+        If the swap pool has room, the next plan copies their KV there (offload), including what
+        plans in flight compute; else they keep only their tokens (soft reset). Rows and blocks are
+        free at once although plans in flight name them: the worker executes plans in order, so the
+        next owner writes after those have read.
         """
         for request in victims:
-            # what is not verified yet may be wrong
+            # unverified drafts may be wrong
             if not request.siblings and not self.rows.is_verifying(request.row):
                 computed = int(self.rows.computed[request.row])
                 request.swapped = self.memory.swap_out(request, computed)
@@ -264,12 +254,11 @@ class State:
         self.release(request)
         request.state = RequestState.PENDING
         request.drafts = ()
-        self._wait(request)
+        self.pending.add(request, self.policy.urgency(request))
 
     def recall_offloads(self) -> bool:
-        """No plan will carry the copies that wait for one: what is quarantined for them is free
-        at once, and who was to be offloaded is computed again, as after a soft reset. False if
-        there are none."""
+        """Turns the offloads that no plan has carried into soft resets, as no step can be planned
+        while their blocks are quarantined. False if there are none."""
         recalled = [request for request, _ in self.memory.transfers.quarantined]
         for request in recalled:
             self.drop_swapped(request)
@@ -278,8 +267,8 @@ class State:
         return bool(recalled)
 
     def drop_swapped(self, request: Request) -> None:
-        """Gives an offloaded request's swap blocks back, if it is offloaded; while plans are in
-        flight, with the newest one's result."""
+        """Frees the swap blocks of a request, if it is offloaded; with plans in flight, once the
+        newest of them has returned."""
         swapped, request.swapped = request.swapped, None
         if swapped is None:
             return
@@ -290,6 +279,7 @@ class State:
             self.memory.free_swap(swapped.blocks)
 
     def lose_worker(self, geometry: Geometry = NO_MEMORY, first_step_id: int = 0) -> None:
+        """Drops all KV and the plans in flight; running requests are pending again."""
         self.in_flight.clear()
         self.memory.take_transfers()
         self.left_out = ()
@@ -297,7 +287,7 @@ class State:
         self.rows.num_in_flight[:] = 0
         for request in list(self.rows.running.values()):
             if request.row == NO_ROW or self.rows.awaits_fork[request.row]:
-                continue  # a sibling leaves with the request that it is to be forked from
+                continue  # released with the request that it is to be forked from
             if request.state is RequestState.FINISHED:
                 self.release(request)
             else:

@@ -1,24 +1,14 @@
-"""How much prompt a step computes, so that nobody waits long for the tokens that it samples.
+"""How many prompt tokens a step computes, so that no row waits long for its next token.
 
-A step with decoding rows aims at a time. Prompts get what the decoding rows leave of it, at the
-speed that results have reported: a step's measured time is an input of the core, like its tokens,
-so the same results give the same plans. Two rules let a step take longer than the aim:
+Prompts get what decoding rows leave of a target time, by estimated costs: base + per token + per
+key read (a token reads the keys of all tokens before it; sliding windows are ignored). Measured
+times are inputs of the core, so equal results give equal plans. A step may take longer than the
+target: up to twice, where its base cost would exceed 4 % (else prompts lose throughput); and where
+its decoding rows cost more than half the target, up to twice their cost (else prompts starve).
 
-- up to twice the aim, where its base cost, which it has however few tokens it computes, would
-  otherwise be more than 4 % of it: prompts would lose throughput;
-- up to twice what its decoding rows cost, where that is more than half of the aim: prompts would
-  starve.
-
-In a step without decoding rows the first prompt may take all of max_batch_tokens; others join it
-within the aim, for whoever's prompt ends there waits for a first token. So the first tokens of a
-burst come one after the other, not all at the end of one long step. The price: a newcomer waits
-for such steps in flight, as it would wait for that prompt anyway (by priority, it need not).
-
-The estimated cost of a step is base + per token + per key read; a token reads the keys of all
-tokens before it (sliding windows are ignored). Each result corrects the three, above all what
-dominated the expected cost and is known least. So steps that only decode teach the base, prompts
-the cost of a token, long prompts that of a key; a part that a step says nothing about keeps its
-value, and all follow when the device slows down or speeds up.
+Without decoding rows the first prompt may use all of max_batch_tokens; others join within the
+target, as requests whose prompts end there wait for a first token. So the first tokens of a burst
+come one by one. The price: a newcomer waits for such steps in flight.
 """
 
 from __future__ import annotations
@@ -31,37 +21,38 @@ import numpy.typing as npt
 
 from protos.plan import Int32
 
-# by kind of device, milliseconds: what a step aims at unless target_step_ms says otherwise
+# milliseconds by kind of device, unless target_step_ms says otherwise
 TARGET_STEP_MS: Final = {"cpu": 600.0, "cuda": 50.0, "mps": 200.0}
 
 MIN_PROMPT_TOKENS: Final = 16  # of a step that computes prompts at all, whatever they cost
-BASE_SHARE: Final = 1 / 25  # of a step's time that its base cost should be at most
-MOST_STRETCH: Final = 2.0  # times the aim, for the sake of BASE_SHARE
-# before the first result: base and key cost as much as so many tokens, the aim as so many
+BASE_SHARE: Final = 1 / 25  # most of a step's time that its base cost should be
+MOST_STRETCH: Final = 2.0  # times the target, for the sake of BASE_SHARE
+# before the first result, in tokens' costs: the base, a key, the target
 FIRST_BASE: Final = 16.0
 FIRST_KEY: Final = 1 / 4096
 FIRST_TOKENS: Final = 64.0
-# relative variances: of base, token and key before the first result; of a measured time; and of
-# the change from step to step of a part that is all of the cost
+# relative variances: of base, token and key costs before the first result; of a measured time; of
+# the drift per step of a cost that is the whole time
 FIRST_DOUBTS: Final = (4.0, 4.0, 1.0)
 NOISE: Final = 0.01
 DRIFT: Final = 0.01
-MOST_SLOWER: Final = 4.0  # times what was expected; beyond that it may be a pause of the machine
-LEAST_FACTOR: Final = 0.1  # of a part's cost, after one result
+MOST_SLOWER: Final = 4.0  # times the expected cost; a longer step may be a pause of the machine
+LEAST_FACTOR: Final = 0.1  # one result lowers a cost at most to this share of it
 
 
 def aim_of(target_step_ms: float | None, device: str) -> float:
-    """Seconds that a step should take on this device; 0 = as long as it takes."""
+    """Seconds that a step should take on this device; 0 = no target."""
     if target_step_ms is None:
         target_step_ms = TARGET_STEP_MS.get(device.partition(":")[0], 0.0)
     return target_step_ms / 1000
 
 
 class StepCost:
-    """Estimates what steps cost on `device`, in seconds; `aim` is what one should take, 0 = no
-    matter.
+    """Estimated costs on `device` and the target `aim`, in seconds; aim 0 = no target.
 
-    A Kalman filter with a diagonal covariance, in relative terms.
+    A Kalman filter with a diagonal covariance, in relative terms: each result corrects the least
+    certain costs that dominated it, so decode steps teach the base, prompts the cost of a token,
+    long prompts that of a key.
     """
 
     def __init__(self, aim: float, device: str = "") -> None:
@@ -73,13 +64,14 @@ class StepCost:
         self._doubts: tuple[float, ...] = ()  # of base, token and key
 
     def of(self, num_tokens: float, num_keys: float) -> float:
+        """Seconds of a step."""
         return self.base + self.per_token * num_tokens + self.per_key * num_keys
 
     def learn(self, num_new_tokens: Int32, ends: Int32, seconds: float) -> None:
-        """Takes in how long a step took that computed so many tokens of each row [R], up to
-        those ends [R]."""
+        """Corrects the costs by a step's measured time. num_new_tokens, ends: [R]"""
         if not self.aim:
             return
+        costs = self.base, self.per_token, self.per_key
         num_tokens = int(num_new_tokens.sum())
         num_keys = int(keys_read(num_new_tokens, ends).sum())
         expected = self.of(num_tokens, num_keys)
@@ -88,15 +80,11 @@ class StepCost:
             factors = [seconds / expected] * 3
             self._doubts = FIRST_DOUBTS
         else:
-            shares = (
-                self.base / expected,
-                self.per_token * num_tokens / expected,
-                self.per_key * num_keys / expected,
-            )
+            work = zip(costs, (1, num_tokens, num_keys), strict=True)
+            shares = [cost * amount / expected for cost, amount in work]
             difference = min(seconds / expected, MOST_SLOWER) - 1
-            blame = [
-                doubt * share * share for doubt, share in zip(self._doubts, shares, strict=True)
-            ]
+            pairs = list(zip(self._doubts, shares, strict=True))
+            blame = [doubt * share * share for doubt, share in pairs]
             total = sum(blame) + NOISE
             factors = [
                 max(LEAST_FACTOR, 1 + difference * part / total / share) if share else 1.0
@@ -104,18 +92,17 @@ class StepCost:
             ]
             self._doubts = tuple(
                 doubt * (1 - part / total) + DRIFT * share
-                for doubt, part, share in zip(self._doubts, blame, shares, strict=True)
+                for (doubt, share), part in zip(pairs, blame, strict=True)
             )
-        self.base *= factors[0]
-        self.per_token *= factors[1]
-        self.per_key *= factors[2]
+        changed = [cost * factor for cost, factor in zip(costs, factors, strict=True)]
+        self.base, self.per_token, self.per_key = changed
 
 
 class PromptTime:
-    """The time that is left for prompts in a step that is being decided."""
+    """The time left for prompts in a step being built."""
 
     def __init__(self, cost: StepCost, decoding: Int32) -> None:
-        """`decoding` [R]: the rows that decode in it, by the tokens that they have after it."""
+        """decoding [R]: the tokens of the step's decoding rows after it."""
         self._cost = cost
         decodes = cost.of(len(decoding), int(decoding.sum(dtype=np.int64)))
         stretched = min(cost.base / BASE_SHARE, MOST_STRETCH * cost.aim)
@@ -124,9 +111,9 @@ class PromptTime:
         self._decodes = len(decoding) > 0
 
     def cut(self, wanted: int, num_computed: int) -> int:
-        """How many of the wanted tokens a prompt gets after its `num_computed`; 0 = it waits."""
+        """Tokens that a prompt gets of those wanted behind its `num_computed`; 0 = it waits."""
         if wanted == 1 or (self._is_first and not self._decodes):
-            return wanted  # one token: an answer that goes on where it was interrupted
+            return wanted  # one token: an answer resumed after a preemption
         per_token = self._cost.per_token + self._cost.per_key * num_computed
         # the positive root of per_key / 2 * n^2 + per_token * n = seconds
         under_root = per_token * per_token + 2 * self._cost.per_key * self._seconds
@@ -136,7 +123,7 @@ class PromptTime:
         return min(wanted, MIN_PROMPT_TOKENS) if self._is_first else 0
 
     def spend(self, num_tokens: int, num_computed: int) -> None:
-        """A prompt got so many tokens after its `num_computed`."""
+        """Deducts the cost of a prompt's tokens behind its `num_computed`."""
         self._is_first = False
         keys = num_tokens * (num_computed + num_tokens / 2)
         spent = self._cost.per_token * num_tokens + self._cost.per_key * keys
@@ -144,6 +131,6 @@ class PromptTime:
 
 
 def keys_read(num_new_tokens: Int32, ends: Int32) -> npt.NDArray[np.float64]:
-    """By the new tokens of each row, up to those ends: each reads itself and all before it. [R]"""
+    """Keys read by each row's new tokens up to its end: their own and all before. [R]"""
     keys: npt.NDArray[np.float64] = num_new_tokens * (ends - (num_new_tokens - 1) / 2)
     return keys

@@ -1,8 +1,8 @@
-"""What to do when requests live, no plan is in flight, and no step can be planned: a wedge.
+"""What to do in a wedge: requests live, no plan is in flight, and no step can be planned.
 
-It cannot happen, as far as we know; should it, it is a bug of ours in who may have which memory.
-It costs a request, not the service: the newest that runs, else the first that waits, gives back
-what it holds and starts afresh, without the prefix cache; if a wedge finds it again, it is to fail.
+As far as we know it cannot happen; if it does, memory accounting has a bug. It costs one request,
+not the service: the newest running one, else the first pending one, is reset without the prefix
+cache, and fails if a wedge finds it again.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from scheduler_svc.core.state import State
 
 
 def stuck(state: State) -> Request:
-    """Whom a wedge is put down to: the newest running request, which holds memory that others may
-    be waiting for; else the first in the queue."""
+    """The request to reset: the newest (least urgent) running one, which holds memory that others
+    may need; else the first in the queue."""
     running = state.active()
     if running:
         return max(running, key=state.policy.urgency)
@@ -21,7 +21,7 @@ def stuck(state: State) -> Request:
 
 
 def loosen(state: State, request: Request) -> bool:
-    """Takes everything from the request; False if that has been done before and did not help."""
+    """Resets the request and frees all that it holds; False if that was done before."""
     if request.was_wedged:
         return False
     request.was_wedged = True
@@ -34,7 +34,7 @@ def loosen(state: State, request: Request) -> bool:
 
 
 def describe(state: State, request: Request) -> str:
-    """What a report of the bug needs."""
+    """The facts for a bug report, in one line."""
     rows, memory = state.rows, state.memory
     swapped = request.swapped and [len(blocks) for blocks in request.swapped.blocks]
     return (

@@ -1,10 +1,8 @@
-"""Which blocks of one cache group are free, and what they still hold.
+"""Which blocks of one cache group are free, and what they still cache.
 
-A chunk belongs to the group while one of its blocks is owned, and is the pool's otherwise, with or
-without cached content. How many owners a block has is counted first (counts.py); here free blocks
-get their numbers, and full blocks their names (block_names.py).
-
-Drawing more than has been counted is a broken invariant.
+A chunk belongs to a group while one of its blocks is owned, else to the pool, cached content or
+not. Owners are counted first (counts.py); here free blocks are picked and full blocks get names
+(block_names.py). Drawing more than has been counted is a broken invariant.
 """
 
 from __future__ import annotations
@@ -12,33 +10,33 @@ from __future__ import annotations
 import numpy as np
 
 from protos.plan import Int32
+from scheduler_svc.core.memory.block_names import Name
 from scheduler_svc.core.memory.cache_pool import CachePool
 from scheduler_svc.core.memory.counts import Counts
-
-Name = bytes  # of a full block's content: see block_names.py
 
 
 class FullAttentionAllocator:
     """Blocks for layers that read every earlier token: ceil(tokens / page_size) per request."""
 
-    sliding_window = 0  # none
-
-    def __init__(self, pool: CachePool, counts: Counts, group: int, page_size: int) -> None:
+    def __init__(
+        self, pool: CachePool, counts: Counts, group: int, page_size: int, sliding_window: int = 0
+    ) -> None:
         self.pool = pool
         self.page_size = page_size
+        self.sliding_window = sliding_window
         self.blocks_per_chunk = counts.blocks_per_chunk[group]
         self.owners = counts.owners[group]  # [block]
-        self.used = counts.used[group]  # [chunk] its blocks that are owned
-        self.free: dict[int, None] = {}  # blocks of our chunks without owner or content
+        self.used = counts.used[group]  # [chunk] number of owned blocks
+        self.free: dict[int, None] = {}  # free blocks of the group's chunks, without content
         self.cached: dict[int, None] = {}  # those with content, least recently used first
-        self.name_of: dict[int, Name] = {}  # block → name, whether owned or free
+        self.name_of: dict[int, Name] = {}  # block → name, owned or free
         self.block_of: dict[Name, int] = {}
-        # [block] how often its name was forgotten: a named block has it still if this is unchanged
+        # [block] how often its name was forgotten: unchanged while a named block keeps its content
         self.stamps = np.zeros(len(self.owners), np.int64)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the group could have, were the whole pool its own."""
+        """Blocks of the group if it held the whole pool."""
         return self.pool.num_usable * self.blocks_per_chunk
 
     @property
@@ -47,34 +45,33 @@ class FullAttentionAllocator:
 
     @property
     def num_free(self) -> int:
-        """Free blocks of chunks that the group holds; cached ones count."""
+        """Free blocks of the group's chunks, cached ones included."""
         return len(self.free) + len(self.cached)
 
     @property
     def num_cached(self) -> int:
-        """Free blocks with content, those of the pool's chunks included."""
+        """Free blocks with content, in the group's chunks and the pool's."""
         named = np.fromiter(self.name_of, np.int32, len(self.name_of))
         return int(np.count_nonzero(self.owners[named] == 0))
 
     def first_page(self, position: int) -> int:
-        """The first page that a query at this position reads."""
+        """The first page that a query at `position` reads."""
         return int(self.first_pages(np.array([position]))[0])
 
     def first_pages(self, positions: Int32) -> Int32:
-        """The same for many positions. [n] → [n]"""
+        """The first pages that queries at these positions read. [n] → [n]"""
         return np.zeros_like(positions)
 
     def draw(self, count: int) -> Int32:
-        """Picks `count` free blocks: owned once each from now on, and without a name. [count]"""
-        blocks = [self._draw_one() for _ in range(count)]
-        drawn = np.array(blocks, np.int32)
+        """Picks free blocks, which get one owner each and lose their names. [count]"""
+        drawn = np.array([self._draw_one() for _ in range(count)], np.int32)
         self.owners[drawn] = 1
         return drawn
 
     def revive(self, blocks: Int32) -> None:
-        """These free blocks with content have an owner again."""
+        """Removes blocks that got an owner again from the free ones; they must have content."""
         for block in blocks.tolist():
-            assert block in self.name_of, f"block {block} is free and has no content to share"
+            assert block in self.name_of, f"shared block {block} is free and has no content"
             if block not in self.cached:
                 chunk = block // self.blocks_per_chunk
                 self.pool.revive(chunk)
@@ -82,23 +79,23 @@ class FullAttentionAllocator:
             del self.cached[block]
 
     def put_back(self, blocks: Int32) -> None:
-        """These blocks have no owner any more; they keep their content."""
+        """Frees blocks that have lost their last owner; they keep their content."""
         chunks = blocks // self.blocks_per_chunk
-        is_left = self.used[chunks] == 0
-        for block in blocks[~is_left].tolist():
+        is_unused = self.used[chunks] == 0
+        for block in blocks[~is_unused].tolist():
             (self.cached if block in self.name_of else self.free)[block] = None
-        left = chunks[is_left].tolist()
-        for chunk in reversed(dict.fromkeys(reversed(left))):  # by their last blocks
+        unused = chunks[is_unused].tolist()
+        for chunk in reversed(dict.fromkeys(reversed(unused))):  # in order of their last blocks
             self._release(chunk)
 
     def publish(self, block: int, name: Name) -> None:
-        """Names an owned block's content, so that others can share it; the first one wins."""
+        """Names an owned block's content for sharing; the first block of a name wins."""
         if name not in self.block_of and block not in self.name_of:
             self.block_of[name] = block
             self.name_of[block] = name
 
     def forget(self, block: int) -> None:
-        """Removes a block's name; if it is free, it has no content any more."""
+        """Removes a block's name; if the block is free, its content is lost."""
         name = self.name_of.pop(block, None)
         if name is not None:
             del self.block_of[name]
@@ -108,12 +105,13 @@ class FullAttentionAllocator:
                 self.free[block] = None
 
     def flush(self) -> None:
-        """Forgets the content of everything that nobody owns, and the names of the rest."""
+        """Forgets the names of all blocks in the group's chunks."""
         for block in list(self.name_of):
             if self.used[block // self.blocks_per_chunk]:
                 self.forget(block)
 
     def held_chunks(self) -> list[int]:
+        """The group's chunks, ascending."""
         return [int(chunk) for chunk in np.flatnonzero(self.used)]
 
     def _draw_one(self) -> int:
@@ -131,14 +129,17 @@ class FullAttentionAllocator:
         self.used[block // self.blocks_per_chunk] += 1
         return block
 
+    def _blocks_of(self, chunk: int) -> range:
+        return range(chunk * self.blocks_per_chunk, (chunk + 1) * self.blocks_per_chunk)
+
     def _hold(self, chunk: int) -> None:
-        """The chunk's blocks are ours: all of them free, some perhaps with content."""
-        first = chunk * self.blocks_per_chunk
-        for block in range(first + self.blocks_per_chunk - 1, first - 1, -1):
+        """Adds a chunk, whose blocks are all free, some perhaps with content."""
+        for block in reversed(self._blocks_of(chunk)):
             (self.cached if block in self.name_of else self.free)[block] = None
 
     def _release(self, chunk: int) -> None:
-        blocks = range(chunk * self.blocks_per_chunk, (chunk + 1) * self.blocks_per_chunk)
+        """Returns a chunk without owned blocks to the pool."""
+        blocks = self._blocks_of(chunk)
         for block in blocks:
             self.free.pop(block, None)
             self.cached.pop(block, None)
@@ -146,22 +147,15 @@ class FullAttentionAllocator:
         self.pool.give(chunk, self._forget_chunk if has_content else None)
 
     def _forget_chunk(self, chunk: int) -> None:
-        first = chunk * self.blocks_per_chunk
-        for block in range(first, first + self.blocks_per_chunk):
+        for block in self._blocks_of(chunk):
             self.forget(block)
 
 
 class SlidingAttentionAllocator(FullAttentionAllocator):
     """Blocks for layers that read the last `sliding_window` tokens, the current one included.
 
-    A request keeps only the pages that a later query reads; its table begins at `first_page`.
+    A request keeps only pages that later queries read; its table starts at `first_page`.
     """
-
-    def __init__(
-        self, pool: CachePool, counts: Counts, group: int, page_size: int, sliding_window: int
-    ) -> None:
-        super().__init__(pool, counts, group, page_size)
-        self.sliding_window = sliding_window
 
     def first_pages(self, positions: Int32) -> Int32:
         return np.maximum(0, positions - self.sliding_window + 1) // self.page_size

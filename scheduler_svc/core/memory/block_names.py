@@ -1,16 +1,15 @@
-"""Names for full blocks: the hash of (name of the block before it, its tokens).
+"""Names for full blocks: the hash of (name of the previous block, the block's tokens).
 
-The first block's parent is the request's cache_salt; so a name stands for all tokens up to the
-block's end, and requests share only with the same salt. Tokens are not compared on a hit, hence a
-wide hash (BLAKE2b, 128 bits).
-
-Hashing a long prompt takes as long as a step. Prompts that begin alike, as bursts do, are hashed
-once: the names of the part in common are copied from another prompt, found by comparing tokens.
+The first block's parent is the request's cache_salt, so a name stands for all tokens up to the
+block's end, and only requests with the same salt share. Tokens are not compared on a hit, hence a
+wide hash (BLAKE2b, 128 bits). As hashing a long prompt takes as long as a step, the names of a
+prefix in common with a recent prompt, found by comparing tokens, are copied.
 """
 
 from __future__ import annotations
 
 import array
+import bisect
 import hashlib
 from collections import deque
 from typing import Final
@@ -18,22 +17,22 @@ from typing import Final
 from protos.plan import Int32
 from scheduler_svc.core.request import Request
 
-Name = bytes
+Name = bytes  # DIGEST_BYTES of them
 
 DIGEST_BYTES: Final = 16
-NUM_REMEMBERED: Final = 16  # prompts that names can be copied from
+NUM_REMEMBERED: Final = 16  # prompts to copy names from
 
 
 class BlockNames:
-    """Names of requests' blocks; kept with the requests, for they stay."""
+    """Computes block names; `Request.names` keeps them."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        # prompts and their names, as far as they are made; no two begin alike for long
+        # prompts and their names so far; no two share a long prefix
         self._remembered: deque[tuple[Int32, list[Name]]] = deque(maxlen=NUM_REMEMBERED)
 
     def of(self, request: Request, count: int) -> list[Name]:
-        """Names of at least the request's first `count` full blocks. Read only."""
+        """Names of at least the first `count` full blocks; the caller must not change them."""
         names = request.names
         if len(names) < count:
             if not names:
@@ -43,7 +42,7 @@ class BlockNames:
         return names
 
     def _hash(self, request: Request, count: int) -> None:
-        """Makes those that are missing."""
+        """Appends the missing names of the first `count` blocks."""
         names, size = request.names, self._page_size
         parent = names[-1] if names else _root(request.cache_salt)
         for start in range(len(names) * size, count * size, size):
@@ -52,7 +51,7 @@ class BlockNames:
             names.append(parent)
 
     def _copy(self, request: Request) -> None:
-        """Takes the names of whatever part another prompt has in common; the first is made."""
+        """Appends the names of the longest prefix in common with another prompt."""
         names, prompt = request.names, request.prompt
         common: list[Name] = []
         for other, others_names in self._remembered:
@@ -66,25 +65,19 @@ class BlockNames:
 
 
 def num_common(names: list[Name], other: list[Name]) -> int:
-    """How many pages both begin with. A name stands for all before it: halving finds the last."""
-    least, most = 0, min(len(names), len(other))
-    while least < most:
-        middle = (least + most + 1) // 2
-        if names[middle - 1] == other[middle - 1]:
-            least = middle
-        else:
-            most = middle - 1
-    return least
+    """Number of leading pages in common, by bisection: equal names mean equal prefixes."""
+    lengths = range(1, min(len(names), len(other)) + 1)
+    return bisect.bisect_left(lengths, True, key=lambda n: names[n - 1] != other[n - 1])
 
 
 def _num_equal(prompt: Int32, other: Int32) -> int:
-    """How many tokens both begin with."""
+    """Number of leading tokens in common."""
     length = min(len(prompt), len(other))
     differs = prompt[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length
 
 
 def _root(cache_salt: str) -> Name:
-    """What stands in the place of a parent for a first block: no block can have that name."""
+    """The parent of a first block; no block has this name."""
     salt = cache_salt.encode()
     return hashlib.blake2b(salt, digest_size=DIGEST_BYTES, person=b"cache_salt").digest()

@@ -1,4 +1,4 @@
-"""The block tables of all rows: for each cache group, which blocks hold the pages of a request."""
+"""The block tables of all rows: the blocks of each request's pages, by cache group."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from protos.plan import Int32
 
 
 class BlockTables:
-    """G cache groups, N rows, W columns: page p of a row's request is in column p.
-
-    A table has entries for the pages `first` to `end` - 1.
-    """
+    """G cache groups, N rows, W columns; column p is page p. A table has pages first to end - 1."""
 
     def __init__(self, num_groups: int, num_rows: int, width: int) -> None:
         self.blocks = np.zeros((num_groups, num_rows, width), np.int32)  # [G, N, W]
@@ -28,20 +25,20 @@ class BlockTables:
         return [self.of(group, row) for group in range(len(self.blocks))]
 
     def set(self, group: int, row: int, first: int, blocks: Int32) -> None:
-        """Makes these the blocks of the pages from `first` on; the table must be empty."""
+        """Fills an empty table with the blocks of the pages from `first` on."""
         self.blocks[group, row, first : first + len(blocks)] = blocks
         self.first[group, row] = first
         self.end[group, row] = first + len(blocks)
 
     def extend(self, group: int, rows: Int32, counts: Int32, blocks: Int32) -> None:
-        """Appends counts[i] of the blocks to rows[i], in this order. counts: [R]"""
+        """Appends the next counts[i] of the blocks to rows[i]. rows, counts: [R]"""
         grown = rows.repeat(counts)
         place_in_row = np.arange(len(blocks)) - (counts.cumsum() - counts).repeat(counts)
         self.blocks[group, grown, self.end[group, grown] + place_in_row] = blocks
         self.end[group, rows] += counts
 
     def clear(self, row: int) -> list[Int32]:
-        """Empties the row's tables; returns copies of what they were. [G]"""
+        """Empties the row's tables; returns copies of them. [G]"""
         tables = [table.copy() for table in self.of_row(row)]
         self.first[:, row] = self.end[:, row] = 0
         return tables
@@ -55,7 +52,7 @@ class BlockTables:
             first = self.first[group, rows]
             lengths = self.end[group, rows] - first
             start[group] = starts(lengths)
-            # where each row's part of the flat table begins, less where it goes to
+            # per row: offset of its table in `self.blocks`, less its offset in the result
             shift = (group * num_rows + rows.astype(np.int64)) * width + first
             shift -= start[group, :-1]
             places.append(np.arange(start[group, -1]) + np.repeat(shift, lengths))
@@ -66,7 +63,7 @@ class BlockTables:
 
 
 def starts(counts: Int32) -> Int32:
-    """Exclusive prefix sums with the total behind them. [n] → [n+1]"""
+    """Exclusive prefix sums, then the total. [n] → [n+1]"""
     sums = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=sums[1:])
     return sums

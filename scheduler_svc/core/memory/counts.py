@@ -1,7 +1,7 @@
-"""How much KV memory is free, in numbers: owners of blocks, used blocks of chunks, what is left.
+"""How much KV memory is free, in numbers: owners of blocks, used blocks of chunks, the rest.
 
-Everything that asks "does it fit?" asks these counts, and every change of the memory is counted
-here first. A copy answers what-if questions: what would be free once some tables are returned.
+Every question whether blocks fit is answered here, and every change is counted here first. A copy
+answers what-if questions, such as what is free once some tables are returned.
 """
 
 from __future__ import annotations
@@ -15,21 +15,19 @@ from protos.plan import Int32
 
 
 class Counts:
-    """G cache groups that share `num_usable` of `num_chunks` chunks.
-
-    Free blocks of chunks that a group holds are its own; free chunks, with or without cached
-    content, are anybody's.
-    """
+    """G cache groups that share `num_usable` of `num_chunks` chunks. A group's free blocks are
+    those of its own chunks; any group may take the free chunks."""
 
     def __init__(self, num_chunks: int, num_usable: int, blocks_per_chunk: Sequence[int]) -> None:
         self.num_usable = num_usable
         self.blocks_per_chunk = tuple(blocks_per_chunk)
         self.owners = [np.zeros(num_chunks * n, np.int32) for n in blocks_per_chunk]  # [G][block]
         self.used = [np.zeros(num_chunks, np.int32) for _ in blocks_per_chunk]  # [G][chunk] owned
-        self.free_blocks = [0] * len(blocks_per_chunk)  # [G] of chunks that the group holds
+        self.free_blocks = [0] * len(blocks_per_chunk)  # [G] of the group's chunks
         self.free_chunks = num_usable
 
     def copy(self) -> Counts:
+        """Independent counts, for what-if questions."""
         twin = copy.copy(self)
         twin.owners = [owners.copy() for owners in self.owners]
         twin.used = [used.copy() for used in self.used]
@@ -38,26 +36,31 @@ class Counts:
 
     @property
     def is_sound(self) -> bool:
-        """False after `share` revived more than there is; `give` undoes that."""
+        """False if `share` has revived more chunks than are free; `give` undoes that."""
         return self.free_chunks >= 0 and min(self.free_blocks) >= 0
 
     def shortfall(self, blocks: Sequence[int]) -> int:
-        """Chunks missing for that many more blocks of each group [G]; 0 or less if they fit."""
+        """Chunks missing for that many more blocks [G]; 0 or less if they fit."""
         return sum(self._chunks_for(blocks)) - self.free_chunks
 
     def fits(self, blocks: Sequence[int]) -> bool:
+        """Whether that many more blocks [G] are free."""
         return self.shortfall(blocks) <= 0
 
     def take(self, blocks: Sequence[int]) -> None:
-        """Counts that many blocks of each group [G] as taken; which ones is not decided here."""
+        """Counts that many blocks [G] as taken."""
         added = self._chunks_for(blocks)
         self.free_chunks -= sum(added)
-        assert self.free_chunks >= 0, f"took {list(blocks)} blocks that were not there"
+        assert self.free_chunks >= 0, f"no room for {list(blocks)} more blocks by group"
         for group, chunks in enumerate(added):
             self.free_blocks[group] += chunks * self.blocks_per_chunk[group] - blocks[group]
 
+    def cancel_take(self, group: int, count: int) -> None:
+        """Counts blocks of a group that were taken, but will not be drawn, as free."""
+        self.free_blocks[group] += count
+
     def share(self, group: int, blocks: Int32) -> Int32:
-        """Adds an owner to each of these different blocks. Returns those that were free."""
+        """Adds an owner to each of these distinct blocks. Returns those that were free."""
         owners = self.owners[group]
         owners[blocks] += 1
         revived: Int32 = blocks[owners[blocks] == 1]
@@ -65,24 +68,34 @@ class Counts:
         return revived
 
     def give(self, group: int, blocks: Int32) -> Int32:
-        """Removes an owner from each of these different blocks. Returns those that are free now."""
+        """Removes an owner from each of these distinct blocks. Returns those that are free now."""
         owners = self.owners[group]
         left = owners[blocks] - 1
-        assert (left >= 0).all(), f"of the blocks {blocks} some were given back twice"
+        assert (left >= 0).all(), f"blocks {blocks[left < 0]} have no owner to remove"
         owners[blocks] = left
         freed: Int32 = blocks[left == 0]
         self._use(group, freed, -1)
         return freed
 
+    def give_tables(self, tables: Sequence[Int32]) -> None:
+        """Removes an owner from each block of tables of all groups [G]."""
+        for group, blocks in enumerate(tables):
+            self.give(group, blocks)
+
+    def share_tables(self, tables: Sequence[Int32]) -> list[Int32]:
+        """Adds an owner to each block of tables of all groups [G]; returns those [G] that were
+        free."""
+        return [self.share(group, blocks) for group, blocks in enumerate(tables)]
+
     def free_share(self) -> float:
-        """Free blocks, those of free chunks included, over all blocks: 0 to 1."""
+        """Share of the memory that is free, 0 to 1: free chunks and free blocks of held ones."""
         if not self.num_usable:
             return 0.0
         pairs = zip(self.free_blocks, self.blocks_per_chunk, strict=True)
         return (self.free_chunks + sum(free / n for free, n in pairs)) / self.num_usable
 
     def _use(self, group: int, blocks: Int32, change: int) -> None:
-        """These blocks are owned from now on (change = 1), or free (-1)."""
+        """Counts distinct blocks as owned (change = 1) or free (-1)."""
         if not len(blocks):
             return
         n, used = self.blocks_per_chunk[group], self.used[group]
@@ -96,6 +109,6 @@ class Counts:
         self.free_blocks[group] += change * (held * n - len(blocks))
 
     def _chunks_for(self, blocks: Sequence[int]) -> list[int]:
-        """Chunks that each group must take from the pool for that many more blocks. [G]"""
+        """Chunks [G] to take from the pool for that many more blocks [G]."""
         wanted = zip(blocks, self.free_blocks, self.blocks_per_chunk, strict=True)
         return [max(0, -(-(count - free) // n)) for count, free, n in wanted]

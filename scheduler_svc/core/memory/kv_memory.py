@@ -1,8 +1,8 @@
-"""The KV memory of a worker as the scheduler accounts for it: the one door to all of it.
+"""The KV memory of a worker as the scheduler accounts for it: the one door to memory/.
 
-What is there, who owns it, which blocks hold a row's pages, what is moved before the next
-forward. Blocks are shared by reference count; capacity is a return value (`take` says False),
-and every answer comes from the one count (counts.py).
+It knows which blocks hold a row's pages and what the next plan moves before its forward. Blocks are
+shared by reference count; capacity is a return value, and one count answers for it (counts.py).
+Published besides the methods: `device` and `swap` (BlockPool), `counts`, `tables`, `prefix_cache`.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ class Transfers:
     swap_out: list[tuple[int, int, int]] = field(default_factory=list)  # block → swap block
     swap_in: list[tuple[int, int, int]] = field(default_factory=list)  # swap block → block
     copy: list[tuple[int, int, int]] = field(default_factory=list)  # block → block
-    # blocks [G] that the worker may read for swap_out until the plan's result is back
+    # tables [G] that the worker may read for swap_out until the plan's result
     quarantined: list[tuple[Request, list[Int32]]] = field(default_factory=list)
 
 
 class KvMemory:
-    """The memory of one worker, for `num_rows` rows of up to `longest` tokens."""
+    """The memory of one worker, for N rows of up to `max_tokens` tokens and G cache groups."""
 
-    def __init__(self, geometry: Geometry, num_rows: int, longest: int) -> None:
+    def __init__(self, geometry: Geometry, num_rows: int, max_tokens: int) -> None:
         self.geometry = geometry
         self.page_size = geometry.page_size
         self.device = BlockPool(geometry, geometry.num_chunks, NUM_RESERVED_CHUNKS)
         self.swap = BlockPool(geometry, geometry.num_swap_chunks, 0)
         self.groups = self.device.allocators
         self.counts = self.device.counts
-        self.tables = BlockTables(len(self.groups), num_rows, -(-longest // self.page_size))
+        self.tables = BlockTables(len(self.groups), num_rows, -(-max_tokens // self.page_size))
         self.prefix_cache = PrefixCache(self.groups, self.page_size)
         self.transfers = Transfers()
 
     def blocks_needed(self, rows: Int32, lengths: Int32) -> Int32:
-        """New blocks behind the rows' tables for that many tokens [R] in all. [G, R]"""
+        """Blocks to append to the tables of rows [R] for lengths[i] tokens in all. [G, R]"""
         pages = (lengths + np.int32(self.page_size - 1)) // np.int32(self.page_size)
         needed: Int32 = np.maximum(pages - self.tables.end[:, rows], 0)
         return needed
 
     def shared_tails(self, rows: Int32, computed: Int32) -> npt.NDArray[np.bool_]:
-        """Which rows' next token goes into a block that has other owners, too. [G, R]"""
+        """Whether the token behind computed[i] falls into a block that others own too. [G, R]"""
         blocks = self.tables.blocks
         page = np.minimum(computed // self.page_size, blocks.shape[2] - 1)
         is_partial = computed % self.page_size != 0
@@ -61,25 +61,22 @@ class KvMemory:
         return np.stack([is_partial & (count[table[rows, page]] > 1) for count, table in owners])
 
     def window(self, row: int, computed: int) -> list[Int32]:
-        """The row's blocks that later queries read, not only plans in flight. [G]"""
-        kept = []
-        for group, allocator in enumerate(self.groups):
-            first = max(int(self.tables.first[group, row]), allocator.first_page(computed))
-            kept.append(self.tables.blocks[group, row, first : self.tables.end[group, row]])
-        return kept
+        """The row's blocks that queries from position `computed` on read, as views. [G]"""
+        tables = zip(self.groups, self.tables.first[:, row], self.tables.of_row(row), strict=True)
+        return [table[max(0, a.first_page(computed) - int(first)) :] for a, first, table in tables]
 
-    def give_row(self, row: int) -> None:
-        """Empties a row's tables."""
+    def release_row(self, row: int) -> None:
+        """Empties the row's tables and releases their blocks."""
         self.device.give_tables(self.tables.clear(row))
 
-    def give_head(self, group: int, row: int, first: int) -> None:
-        """Returns the row's pages before `first`, which no later query reads."""
+    def release_head(self, group: int, row: int, first: int) -> None:
+        """Releases the row's pages before `first`, which no later query reads."""
         begin = int(self.tables.first[group, row])
         self.device.give(group, self.tables.blocks[group, row, begin:first][::-1])
         self.tables.first[group, row] = first
 
-    def give_tail(self, row: int, num_tokens: int) -> None:
-        """Returns the row's pages behind those of its first `num_tokens` tokens."""
+    def release_tail(self, row: int, num_tokens: int) -> None:
+        """Releases the row's pages behind those of its first `num_tokens` tokens."""
         end = -(-num_tokens // self.page_size)
         for group in range(len(self.groups)):
             if end < self.tables.end[group, row]:
@@ -88,25 +85,24 @@ class KvMemory:
                 self.tables.end[group, row] = end
 
     def copy_tail(self, group: int, row: int, page: int) -> None:
-        """Gives the row a block of its own in place of a shared one, with the content of that.
-        The owner of the shared one has been taken off before."""
+        """Replaces a shared block by one of the row's own, and has the next plan copy the content.
+        The row's ownership of the shared block has been dropped already."""
         shared = int(self.tables.blocks[group, row, page])
         (own,) = self.device.draw(group, 1).tolist()
         self.transfers.copy.append((group, shared, own))
         self.tables.blocks[group, row, page] = own
 
     def fork(self, row: int, sibling: int, computed: int) -> None:
-        """Lets the sibling's row share the blocks that its own queries read."""
+        """Shares with the sibling's row the blocks that its queries will read."""
         for group, blocks in enumerate(self.window(row, computed)):
             self.counts.share(group, blocks)
             self.tables.set(group, sibling, int(self.tables.end[group, row]) - len(blocks), blocks)
 
     def swap_out(self, request: Request, computed: int) -> Swapped | None:
-        """Has the next plan copy what later queries read of a running request into the swap pool,
-        and empties its row's tables; None, and nothing is done, when the swap pool is short.
+        """Empties a running request's tables, and has the next plan copy what later queries read
+        into the swap pool; None, and nothing changes, if that has no room or there is nothing.
 
-        Where the worker copies beside the forward, the blocks stay owned until the plan's result is
-        back.
+        Where the worker copies beside the forward, blocks stay owned until the plan's result.
         """
         row = request.row
         kept = self.window(row, computed)
@@ -120,16 +116,16 @@ class KvMemory:
         for group, (blocks, swap_blocks) in enumerate(zip(kept, drawn, strict=True)):
             pairs = zip(blocks.tolist(), swap_blocks.tolist(), strict=True)
             self.transfers.swap_out += [(group, block, swap) for block, swap in pairs]
-            self.give_head(group, row, firsts[group])
+            self.release_head(group, row, firsts[group])
         if self.geometry.overlaps_swap:
             self.transfers.quarantined.append((request, self.tables.clear(row)))
         else:
-            self.give_row(row)
+            self.release_row(row)
         return Swapped(computed, firsts, drawn)
 
     def swap_in(self, row: int, swapped: Swapped) -> None:
-        """Draws a block for each page of the row's tables that is -1, and has the next plan copy
-        its content back."""
+        """Draws a block for each -1 in the row's tables, and has the next plan restore its content
+        from the swap pool."""
         for group, swap_blocks in enumerate(swapped.blocks):
             table = self.tables.of(group, row)
             gaps = np.flatnonzero(table < 0)
@@ -138,10 +134,8 @@ class KvMemory:
             self.transfers.swap_in += [(group, source, block) for source, block in pairs]
 
     def cancel_swap_out(self, request: Request, swapped: Swapped) -> None:
-        """Copies that no plan has carried yet are not made any more."""
-        places = {
-            (g, block) for g, blocks in enumerate(swapped.blocks) for block in blocks.tolist()
-        }
+        """Cancels the copies that no plan has carried yet."""
+        places = {(group, b) for group, table in enumerate(swapped.blocks) for b in table.tolist()}
         transfers = self.transfers
         transfers.swap_out = [t for t in transfers.swap_out if (t[0], t[2]) not in places]
         for holder, tables in transfers.quarantined:
@@ -150,18 +144,18 @@ class KvMemory:
         transfers.quarantined = [held for held in transfers.quarantined if held[0] is not request]
 
     def free_swap(self, tables: Sequence[Int32]) -> None:
-        """Returns blocks of the swap pool. [G]"""
+        """Releases tables [G] of swap blocks."""
         for group, blocks in enumerate(tables):
             self.swap.give(group, blocks)
 
     def take_transfers(self) -> Transfers:
-        """What the plan that is made now carries."""
+        """The transfers for the plan being completed; none are left."""
         transfers, self.transfers = self.transfers, Transfers()
         return transfers
 
     def flush(self) -> int:
-        """Forgets the names of all blocks, so that nothing is found again; how many had one.
-        Owners keep their blocks, shared ones too."""
+        """Forgets all block names, returns their number. Owners keep their blocks, shared ones
+        included."""
         num_named = sum(len(allocator.name_of) for allocator in self.groups)
         for allocator in self.groups:
             allocator.flush()

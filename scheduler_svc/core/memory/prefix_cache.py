@@ -1,15 +1,14 @@
-"""Shares KV between requests that begin alike: the search, and the promises.
+"""The prefix cache: finds the KV that a request can share, and promises KV being computed.
 
-A full block has a name (block_names.py), and gets it when the result of the step that filled it
-has come back. A hit needs the blocks of every full-attention group from the start, and of every
-sliding group those that the next query's window reads; at least one prompt token is always
-computed. What was found is kept with the request and stays good for as long as its blocks keep
-their content, so that a request that waits is not searched for anew in every step.
+A full block gets its name (block_names.py) with the result of the step that filled it. A hit needs
+every full-attention group's blocks from the start, and every sliding group's in the window of the
+next query; at least one prompt token is always computed. A hit is kept with its request and stays
+valid while its blocks keep their content, so that waiting requests are not searched in every step.
 
 A block that a running request is about to fill is *promised*: a request that needs it next waits,
-so that a burst computes a shared prefix once. The promise ends when the block is published, or
-when the request that made it loses its blocks, in whatever way. Who waits, waits for the last
-block that both have in common: each step then asks one name of it, however long the prefix.
+so that a burst computes a shared prefix once. Publishing the block, or losing the filler's blocks
+in whatever way, ends the promise. A request waits for the last block that both have in common, so a
+step checks one name, however long the prefix.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from scheduler_svc.core.request import Hit, Request, Swapped
 
 
 class PrefixCache:
-    """The search, the promises, and the counts of both."""
+    """Hits, promises and the hit rate, over the allocators of G cache groups."""
 
     def __init__(self, allocators: list[FullAttentionAllocator], page_size: int) -> None:
         self._allocators = allocators
@@ -32,28 +31,27 @@ class PrefixCache:
         self._page_size = page_size
         self._names = BlockNames(page_size)
         self._promised: dict[Name, Request] = {}
-        self.num_queried = 0  # prompt tokens looked up at first admissions
-        self.num_hit = 0  # of them found
+        self.num_queried = 0  # prompt tokens of first admissions
+        self.num_hit = 0  # those of them that were cached
 
     @property
     def num_promised(self) -> int:
         return len(self._promised)
 
     def name_prompt(self, request: Request) -> None:
-        """Names what can be named of a new request, so that no step has to wait for that."""
+        """Names the full blocks of a new request's prompt, so that no step has to."""
         self._names.of(request, request.num_prompt_tokens // self._page_size)
 
     def match(self, request: Request) -> Hit | None:
-        """The longest run of blocks that the request can share now; None while somebody fills
-        the one that it would have to compute next."""
+        """The longest prefix that the request can share now; None while another request fills the
+        block that it would compute next."""
         if self.awaits(request):
             return None
         request.awaited = None
         usable = (len(request.token_ids) - 1) // self._page_size
         hit = request.hit
         if hit is not None and self._is_current(request, hit, usable):
-            is_promised = self._is_promised(request, hit.num_pages, usable)
-            return None if is_promised else hit
+            return None if self._is_promised(request, hit.num_pages, usable) else hit
         kept = 0 if hit is None else self._num_kept(hit)
         run = self._run(request, kept, usable)
         pages = self._with_windows(request, run)
@@ -72,29 +70,29 @@ class PrefixCache:
         return request.hit
 
     def awaits(self, request: Request) -> bool:
-        """Whether the block that it waited for at the last look is still to come."""
+        """Whether the block that it waited for at the last look-up is still promised."""
         return request.awaited in self._promised
 
     def find(self, request: Request, swapped: Swapped) -> tuple[Int32, ...]:
-        """Which of an offloaded request's blocks are still there, for each group; -1 where one
-        is not. Only those found at the first look can be found again."""
+        """An offloaded request's blocks [G] that are still cached, -1 for the others. Only those
+        found by the first look-up can be found again."""
         found = swapped.found
         if found is None:
-            full = swapped.num_tokens // self._page_size  # a page filled in part is its own
+            full = swapped.num_tokens // self._page_size  # a partial page has no name
             tables = []
             for allocator, first, blocks in zip(
                 self._allocators, swapped.first_pages, swapped.blocks, strict=True
             ):
                 names = request.names[first:full]
-                there = [allocator.block_of.get(name, -1) for name in names]
-                tables.append(np.array(there + [-1] * (len(blocks) - len(there)), np.int32))
+                cached = [allocator.block_of.get(name, -1) for name in names]
+                tables.append(np.array(cached + [-1] * (len(blocks) - len(cached)), np.int32))
             found = Hit(full, full, swapped.first_pages, tuple(tables), self._stamps(tables))
             swapped.found = found
         stamps = zip(found.blocks, self._stamps(found.blocks), found.stamps, strict=True)
         return tuple(np.where(now == then, blocks, np.int32(-1)) for blocks, now, then in stamps)
 
     def promise(self, request: Request, first_page: int) -> None:
-        """The request, admitted with first_page blocks, fills those of its other known tokens."""
+        """Promises the full blocks that an admitted request will compute, from first_page on."""
         full = len(request.token_ids) // self._page_size
         for name in self._names.of(request, full)[first_page:full]:
             self._promised.setdefault(name, request)
@@ -102,8 +100,8 @@ class PrefixCache:
     def publish(
         self, request: Request, page: int, blocks: list[int], first_pages: list[int]
     ) -> None:
-        """Names the blocks [G] that hold the request's page, those that have not left a window:
-        a group's table begins at first_pages [G]. The promise is kept."""
+        """Names the blocks [G] of the request's page, and ends its promise. A group whose table
+        starts behind the page (first_pages [G]) has released its block already."""
         name = self._names.of(request, page + 1)[page]
         for allocator, block, first in zip(self._allocators, blocks, first_pages, strict=True):
             if page >= first:
@@ -112,25 +110,21 @@ class PrefixCache:
             del self._promised[name]
 
     def break_promises(self, request: Request) -> None:
+        """Ends all promises of a request that loses its blocks."""
         for name in request.names:
             if self._promised.get(name) is request:
                 del self._promised[name]
 
     def count(self, request: Request, hit_tokens: int) -> None:
-        """Notes a first admission; a request's own resets do not raise the hit rate."""
+        """Counts a first admission; counting a request's later ones would inflate the hit rate."""
         self.num_queried += request.num_prompt_tokens
         self.num_hit += hit_tokens
 
-    def _is_found(self, request: Request, page: int) -> bool:
-        """Whether every full-attention group has the page."""
-        name = self._names.of(request, page + 1)[page]
-        return all(name in allocator.block_of for allocator in self._full)
-
     def _run(self, request: Request, begin: int, usable: int) -> int:
-        """How many pages the full-attention groups have from the start; they have `begin`."""
+        """Leading pages that all full-attention groups have, known to be at least `begin`."""
         run = begin
         while run < usable:
-            names = self._names.of(request, run + 1)  # made as far as they are found, no further
+            names = self._names.of(request, run + 1)  # named only as far as found
             end = stop = min(len(names), usable)
             for allocator in self._full:
                 block_of = allocator.block_of
@@ -143,7 +137,7 @@ class PrefixCache:
         return run
 
     def _with_windows(self, request: Request, run: int) -> int:
-        """The most of these pages whose windows are there too."""
+        """The most of `run` pages for which the sliding groups have the next query's window."""
         names, pages, is_missing = request.names, run, True
         while pages and is_missing:
             is_missing = False
@@ -151,11 +145,12 @@ class PrefixCache:
                 first = allocator.first_page(pages * self._page_size)
                 for page in range(pages - 1, first - 1, -1):
                     if names[page] not in allocator.block_of:
-                        pages, is_missing = page, True  # windows of all longer hits have it too
+                        pages, is_missing = page, True  # longer hits need it too
                         break
         return pages
 
     def _is_promised(self, request: Request, page: int, usable: int) -> bool:
+        """Whether another request fills the page; then sets what the request waits for."""
         if page >= usable:
             return False
         name = self._names.of(request, page + 1)[page]
@@ -167,15 +162,17 @@ class PrefixCache:
         return True
 
     def _is_current(self, request: Request, hit: Hit, usable: int) -> bool:
-        """Whether a hit found earlier is all there, and no longer run has been published. A longer
-        one for sliding groups alone may go unseen."""
-        if hit.num_run < usable and (not self._full or self._is_found(request, hit.num_run)):
-            return False
+        """Whether an earlier hit is intact and no full-attention page behind it has been published.
+        A longer hit through sliding groups alone may be missed."""
+        if hit.num_run < usable:
+            name = self._names.of(request, hit.num_run + 1)[hit.num_run]
+            if all(name in allocator.block_of for allocator in self._full):
+                return False
         stamps = zip(self._stamps(hit.blocks), hit.stamps, strict=True)
         return all(np.array_equal(now, then) for now, then in stamps)
 
     def _num_kept(self, hit: Hit) -> int:
-        """Leading pages of an earlier hit that every full-attention group still has."""
+        """Leading pages of an earlier hit that all full-attention groups still have."""
         kept = hit.num_pages if self._full else 0
         for allocator, blocks, stamps in zip(self._allocators, hit.blocks, hit.stamps, strict=True):
             if not allocator.sliding_window:

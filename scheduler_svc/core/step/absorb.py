@@ -1,4 +1,4 @@
-"""Takes a step's result into the state and says what it means for each request."""
+"""Applies a step's result to the state: tokens, ends, prefix-cache names, released pages."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ MAX_MICROSECONDS: Final = 86_400_000_000  # of one step: a day
 
 @dataclass(slots=True)
 class Absorbed:
-    """What came back. A request that a token ended is FINISHED and says why."""
+    """What a result changed. An ended request is FINISHED and has its finish_reason."""
 
-    sampled: list[Request] = field(default_factory=list)  # each got tokens: its last ones
-    ended: list[Request] = field(default_factory=list)  # that ended with this step
-    not_finite: list[Request] = field(default_factory=list)  # to fail, by name
+    sampled: list[Request] = field(default_factory=list)  # their last token_ids are new
+    ended: list[Request] = field(default_factory=list)
+    not_finite: list[Request] = field(default_factory=list)  # unfinished; the caller fails them
 
 
 def why_not_the_result(step: InFlight, result: StepResult, vocab_size: int = 0) -> str | None:
-    """What contradicts the plan in a result that a worker sent for it; None if nothing does.
-
-    `vocab_size` bounds the token ids; 0 = not known.
-    """
+    """How a worker's result contradicts the plan; None if it does not. `vocab_size` bounds the
+    token ids; 0 = unknown."""
     if result.step_id != step.step_id:
         return f"the result of step {result.step_id} came where {step.step_id} was due"
     if len(result.token_ids) != len(step.sampled):
@@ -49,8 +47,10 @@ def why_not_the_result(step: InFlight, result: StepResult, vocab_size: int = 0) 
 
 
 def absorb(state: State, result: StepResult) -> Absorbed:
+    """Applies the result of the oldest plan in flight; it must match (why_not_the_result)."""
     step = state.in_flight.popleft()
-    assert why_not_the_result(step, result) is None, why_not_the_result(step, result)
+    mismatch = why_not_the_result(step, result)
+    assert mismatch is None, mismatch
     state.step_cost.learn(step.num_new_tokens, step.ends, result.device_microseconds / 1e6)
     for swap_blocks in step.freed_swap:
         state.memory.free_swap(swap_blocks)
@@ -58,69 +58,64 @@ def absorb(state: State, result: StepResult) -> Absorbed:
         state.memory.device.give_tables(tables)
     rows = state.rows
     is_tenant = rows.generation[step.named] == step.generation  # not preempted meanwhile
-    if is_tenant.all():
-        rows.num_in_flight[step.named] -= 1
-    else:
-        rows.num_in_flight[step.named[is_tenant]] -= 1
-        for place in np.flatnonzero(~is_tenant).tolist():
-            step.requests[place].num_in_flight -= 1
+    rows.num_in_flight[step.named[is_tenant]] -= 1
+    for place in np.flatnonzero(~is_tenant).tolist():
+        step.requests[place].num_in_flight -= 1
 
     absorbed = Absorbed()
     is_finite = result.is_finite.astype(np.bool_)
-    computed_here = is_tenant[: len(step.rows)]
+    is_current = is_tenant[: len(step.rows)]
     if not is_finite.all():
-        rows.is_tainted[step.rows[computed_here & ~is_finite]] = True  # what follows builds on it
+        rows.is_tainted[step.rows[is_current & ~is_finite]] = True  # later tokens read this KV
         absorbed.not_finite = [
             step.requests[place]
             for place in np.flatnonzero(~is_finite).tolist()
             if step.requests[place].state is not RequestState.FINISHED
         ]
-    is_accepted, ends = np.ones(len(step.sampled), np.bool_), step.ends
-    if step.drafts:
-        is_accepted, ends = _verify(state, step, result.token_ids, computed_here)
-    may_end = _take_tokens(
+    is_accepted, ends = _verify(state, step, result.token_ids, is_current)
+    may_end = _append_tokens(
         state, step, result.token_ids, is_accepted, is_tenant, is_finite, absorbed
     )
-    _publish(state, step, ends, computed_here & ~rows.is_tainted[step.rows])
-    _leave_behind(state, step, ends, computed_here)
+    _publish(state, step, ends, is_current & ~rows.is_tainted[step.rows])
+    _release_out_of_window(state, step, ends, is_current)
     may_end += [step.requests[place] for place in step.scored if is_finite[place]]
     _end(state, may_end, absorbed)
     if state.suspects.is_active:
-        state.suspects.came_back(step.reaches())
+        state.suspects.record_progress(step.reaches())
     _release_ended(state, step)
     return absorbed
 
 
 def _verify(
-    state: State, step: InFlight, token_ids: Int32, computed_here: npt.NDArray[np.bool_]
+    state: State, step: InFlight, token_ids: Int32, is_current: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.bool_], Int32]:
-    """Compares guessed tokens with sampled ones: a sample counts if every guess before it was
-    right. The rows go back to the last token that counts, and return the tail of their tables.
+    """Compares draft tokens with samples: a sample is accepted if every draft token before it was
+    right. Rows are cut back to their last accepted sample, and release the pages behind it.
 
-    Returns which samples count [S], and the ends [R] of what was computed of accepted tokens.
+    Returns which samples are accepted [S], and the ends [R] of accepted tokens with KV.
     """
     is_accepted, ends = np.ones(len(step.sampled), np.bool_), step.ends.copy()
-    for place, guessed in step.drafts.items():
+    for place, draft in step.drafts.items():
         request = step.requests[place]
         begin = int(np.searchsorted(step.sampled, place))
-        sampled = token_ids[begin : begin + len(guessed) + 1].tolist()
+        sampled = token_ids[begin : begin + len(draft) + 1].tolist()
         num_accepted = 1
-        for token_id, guess in zip(sampled, guessed, strict=False):
-            if token_id != guess or token_id in request.sampling.stop_token_ids:
+        for token_id, drafted in zip(sampled, draft, strict=False):
+            if token_id != drafted or token_id in request.sampling.stop_token_ids:
                 break
             num_accepted += 1
         num_rejected = len(sampled) - num_accepted
         is_accepted[begin + num_accepted : begin + len(sampled)] = False
         ends[place] -= num_rejected
         row = int(step.rows[place])
-        if computed_here[place] and not state.rows.is_finished[row]:
+        if is_current[place] and not state.rows.is_finished[row]:
             state.rows.outstanding[row] -= num_rejected
             state.rows.computed[row] -= num_rejected
-            state.memory.give_tail(row, int(state.rows.computed[row]))
+            state.memory.release_tail(row, int(state.rows.computed[row]))
     return is_accepted, ends
 
 
-def _take_tokens(
+def _append_tokens(
     state: State,
     step: InFlight,
     token_ids: Int32,
@@ -129,37 +124,32 @@ def _take_tokens(
     is_finite: npt.NDArray[np.bool_],
     absorbed: Absorbed,
 ) -> list[Request]:
-    """Appends the tokens, for all rows at once. Returns the requests that they may have ended."""
-    rows, sampled, sampled_for = state.rows, step.sampled, step.sampled_for
-    if step.drafts:
-        sampled, sampled_for = sampled[is_accepted], sampled_for[is_accepted]
-        token_ids = token_ids[is_accepted]
+    """Appends the samples [S], for all rows at once. Returns the requests that may end by them."""
+    rows, token_ids = state.rows, token_ids[is_accepted]
+    sampled, sampled_for = step.sampled[is_accepted], step.sampled_for[is_accepted]
     has_row = is_tenant[sampled_for]
     sampled_rows = step.named[sampled_for]
     has_ended = rows.is_finished[sampled_rows]
-    kept_rows, kept_tokens = sampled_rows, token_ids
-    if not has_row.all():
-        kept_rows, kept_tokens = sampled_rows[has_row], token_ids[has_row]
-        for place in np.flatnonzero(~has_row).tolist():  # preempted, and perhaps ended after that
-            request = step.requests[sampled_for[place]]
-            has_ended[place] = request.state is RequestState.FINISHED
-    if step.drafts:  # a row may be there several times
+    for place in np.flatnonzero(~has_row).tolist():  # preempted, perhaps ended since
+        has_ended[place] = step.requests[sampled_for[place]].state is RequestState.FINISHED
+    kept_rows = sampled_rows[has_row]
+    if step.drafts:  # rows may repeat
         np.add.at(rows.known, kept_rows, 1)
         np.add.at(rows.outstanding, kept_rows, -1)
     else:
         rows.known[kept_rows] += 1
         rows.outstanding[kept_rows] -= 1
-    rows.last_token[kept_rows] = kept_tokens
+    rows.last_token[kept_rows] = token_ids[has_row]
     if rows.num_speculating:
         rows.num_drafts[kept_rows] = 0
 
     may_end = ~has_row | (rows.known[sampled_rows] >= rows.limit[sampled_rows])
     may_end |= rows.may_stop(sampled_rows, token_ids)
-    takes = is_finite[sampled] & ~has_ended
+    is_appended = is_finite[sampled] & ~has_ended
     requests = step.requests
-    if not takes.all() or len(takes) != len(requests) or step.drafts:
-        requests = list(map(requests.__getitem__, sampled_for[takes].tolist()))
-        token_ids, may_end = token_ids[takes], may_end[takes]
+    if not is_appended.all() or len(is_appended) != len(requests) or step.drafts:
+        requests = list(map(requests.__getitem__, sampled_for[is_appended].tolist()))
+        token_ids, may_end = token_ids[is_appended], may_end[is_appended]
     for request, token_id in zip(requests, token_ids.tolist(), strict=True):
         request.token_ids.append(token_id)
     absorbed.sampled = list(dict.fromkeys(requests)) if step.drafts else requests
@@ -167,7 +157,7 @@ def _take_tokens(
 
 
 def _end(state: State, may_end: list[Request], absorbed: Absorbed) -> None:
-    """Ends those of the requests whose last token says so, or that have all their tokens."""
+    """Finishes the requests whose last token is a stop token, or that have all their tokens."""
     for request in dict.fromkeys(may_end):
         if request.state is RequestState.FINISHED:
             continue
@@ -182,7 +172,7 @@ def _end(state: State, may_end: list[Request], absorbed: Absorbed) -> None:
 
 
 def _publish(state: State, step: InFlight, ends: Int32, valid: npt.NDArray[np.bool_]) -> None:
-    """Names the blocks that the step has filled. valid [R]: rows whose content can be trusted."""
+    """Names the blocks that the step filled, for the prefix cache. valid [R]: whose KV is sound."""
     if not state.limits.allow_block_sharing:
         return
     rows, memory = state.rows, state.memory
@@ -201,7 +191,7 @@ def _publish(state: State, step: InFlight, ends: Int32, valid: npt.NDArray[np.bo
         strict=True,
     ):  # fmt: skip
         request = step.requests[place]
-        # an ended request may have been computed past the tokens that it kept
+        # an ended request may have KV past its last token
         end = min(last_page, len(request.token_ids) // memory.page_size)
         for page in range(first_page, end):
             if page > first_page:  # as a prefill does
@@ -211,10 +201,12 @@ def _publish(state: State, step: InFlight, ends: Int32, valid: npt.NDArray[np.bo
     rows.published[filled] = published
 
 
-def _leave_behind(state: State, step: InFlight, ends: Int32, valid: npt.NDArray[np.bool_]) -> None:
-    """Gives back pages that left the window: every later query, planned or not, begins at the
-    end of this step or behind it, and no earlier step is in flight."""
-    # in a static batch a row that has ended computes its last token again
+def _release_out_of_window(
+    state: State, step: InFlight, ends: Int32, valid: npt.NDArray[np.bool_]
+) -> None:
+    """Releases pages that slid out of the window. No later query, planned or not, starts before the
+    ends [R] of this step, and no earlier step is in flight."""
+    # an ended row of a static batch recomputes its last token
     ends = ends - np.int32(state.holds_ended)
     for group, allocator in enumerate(state.memory.groups):
         if not allocator.sliding_window:
@@ -222,11 +214,11 @@ def _leave_behind(state: State, step: InFlight, ends: Int32, valid: npt.NDArray[
         first = allocator.first_pages(ends)
         stale = valid & (first > state.memory.tables.first[group, step.rows])
         for place in np.flatnonzero(stale).tolist():
-            state.memory.give_head(group, int(step.rows[place]), int(first[place]))
+            state.memory.release_head(group, int(step.rows[place]), int(first[place]))
 
 
 def _release_ended(state: State, step: InFlight) -> None:
-    """Gives back what requests held that had ended before, and that this plan named last."""
+    """Releases ended requests whose last plan this was."""
     is_finished = state.rows.is_finished[step.named]
     if is_finished.any():
         tenants = map(state.rows.running.get, step.named[is_finished].tolist())

@@ -1,10 +1,9 @@
-"""The next step in the making: who computes how much, within the budgets, in blocks of its own.
+"""The step being built: which rows compute how many tokens, within the budgets and with blocks.
 
-Rows are added one after the other, or all decoding rows at once; each takes its blocks from the
-real memory as it is added, all or nothing over the cache groups. In which order rows are offered
-is the policy's (fill.py). A running row that finds no memory is stalled: shortage.py decides who
-makes room. Which blocks a row gets is decided last (launch.py), so that nobody's take reclaims
-what somebody else's prefix shares in the same step.
+Rows are added one by one, or all decoding rows at once, in the policy's order (fill.py). Each takes
+its blocks when it is added, all or nothing over the cache groups; a running row that finds none is
+stalled (shortage.py). Taking only counts: launch.py picks the blocks last, so that none is
+reclaimed whose content another row of the same step shares.
 """
 
 from __future__ import annotations
@@ -24,35 +23,34 @@ from scheduler_svc.core.state import State
 from scheduler_svc.core.step_time import PromptTime
 from scheduler_svc.core.suspects import Cell
 
-# Of the margin, what must be free for a further newcomer of the same step. Simulated bursts and
-# steady loads: with 0 a burst fills the pool, and up to a tenth of all tokens is computed again;
-# with 1 hardly any, but steps have fewer rows, and there are up to a tenth more of them; with 2/3
-# either is about as good as it gets.
+# Share of the margin that must be free for each further admission of a step. In simulated bursts
+# and steady loads, with 0 a burst fills the pool and up to a tenth of all tokens is recomputed;
+# with 1 hardly any is, but there are up to a tenth more steps, with fewer rows; 2/3 balances both.
 FURTHER_SHARE: Final = 2 / 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Admission:
-    """A waiting request that gets a row, and the KV it begins with.
+    """A waiting request to get a row, and the KV that it starts with.
 
-    `tables` has for each group the blocks of pages first_pages[g] on: those to share with their
-    owners or with the prefix cache, and -1 where the content comes back from the swap pool.
+    tables[g] has the blocks of the pages from first_pages[g] on: those shared with other requests
+    or the prefix cache, and -1 where the swap pool has the content.
     """
 
     request: Request
-    num_computed: int  # tokens whose KV that is
+    num_computed: int  # tokens of that KV
     first_pages: tuple[int, ...]  # [G]
     tables: tuple[Int32, ...]  # [G]
     swapped: Swapped | None = None
 
     @property
     def shared(self) -> list[Int32]:
-        """[G]"""
+        """Blocks [G] that get one more owner."""
         return [table[table >= 0] for table in self.tables]
 
     @property
     def num_restored(self) -> list[int]:
-        """[G]"""
+        """Blocks [G] to copy back from the swap pool."""
         return [int((table < 0).sum()) for table in self.tables]
 
 
@@ -62,13 +60,12 @@ class Part:
 
     rows: Int32  # [R]
     num_new_tokens: Int32  # [R]
-    new_blocks: Int32  # [G, R] behind the tables
-    tail_copies: npt.NDArray[np.bool_]  # [G, R] the last block is shared: copied before written
+    new_blocks: Int32  # [G, R] appended to the tables
+    tail_copies: npt.NDArray[np.bool_]  # [G, R] whether the last block is shared: copy on write
 
 
 class Batch:
-    """What the next step computes, as far as it is decided: requests of one cell (suspects.py), or
-    anybody's if it is None."""
+    """A step under construction, for the requests of one cell (suspects.py); None = all."""
 
     def __init__(self, state: State, cell: Cell | None = None) -> None:
         limits = state.limits
@@ -76,17 +73,18 @@ class Batch:
         self.cell = cell
         self.tokens_left = limits.max_batch_tokens
         self.requests_left = limits.max_requests_per_batch
-        self.pages_left = limits.cache_budget or sys.maxsize  # then nobody counts
+        self.pages_left = limits.cache_budget or sys.maxsize  # sys.maxsize = not counted
         owners = state.memory.counts.owners if limits.cache_budget else []
         self._is_read = [np.zeros(len(counts), np.bool_) for counts in owners]  # [G][block]
-        self.prompt_time: PromptTime | None = None  # None = as long as it takes
+        self.prompt_time: PromptTime | None = None  # None = no limit
         self.free_rows = state.rows.next_free(state.rows.num_free)
+        self.favoured: Request | None = None  # waiting, may join whatever the margin
         self.victims: list[Request] = []
         self.admissions: list[Admission] = []
         self.parts: list[Part] = []
-        self.stalled: list[int] = []  # rows that found no memory
-        self.left_out: list[Request] = []  # ran, and found no place in the cache budget
-        # (group, block) → rows that get copies of this tail, in order
+        self.stalled: list[int] = []  # rows without memory for a token
+        self.left_out: list[Request] = []  # running, beyond the cache budget
+        # (group, shared tail block) → rows that get copies, in order
         self._copies: dict[tuple[int, int], list[Part]] = defaultdict(list)
 
     @property
@@ -94,49 +92,48 @@ class Batch:
         return not self.parts
 
     @cached_property
-    def ran(self) -> list[Request]:
-        """Active requests before anybody was admitted or preempted: looked up only when memory is
-        short, or the policy asks."""
-        assert not self.admissions, "looked up too late"
+    def active_before(self) -> list[Request]:
+        """Active requests when the step began; looked up on first use, before any admission."""
+        assert not self.admissions, "active requests looked up after an admission"
         return self.state.active()
 
     @property
     def active(self) -> list[Request]:
-        """Who ran when the step began and still does."""
-        return [request for request in self.ran if request not in self.victims]
+        """Those of `active_before` that this step has not preempted."""
+        return [request for request in self.active_before if request not in self.victims]
 
     def has_margin(self) -> bool:
-        """Whether so many blocks are free that a new prompt may join."""
+        """Whether enough blocks are free for a new prompt to join."""
         margin = self.state.limits.safety_margin
         needed = margin * FURTHER_SHARE if self.admissions else margin
         return self.state.memory.counts.free_share() >= needed
 
     def scheduled(self) -> set[int]:
+        """The rows that compute in this step."""
         return {row for part in self.parts for row in part.rows.tolist()}
 
     def preempt(self, victims: list[Request]) -> None:
-        """Gives their rows and blocks to others."""
+        """Preempts running requests; their rows and blocks are free for this step."""
         self.victims += victims
         self.free_rows += [request.row for request in victims]
         counts = self.state.memory.counts
-        for group, block in self._copies:  # it must not be freed while somebody copies it
+        for group, block in self._copies:  # a block stays owned while a copy of it is planned
             counts.share(group, np.array([block], np.int32))
         self.state.preempt(victims)
         for (group, block), parts in list(self._copies.items()):
             if counts.owners[group][block] > 1:
                 counts.give(group, np.array([block], np.int32))
                 continue
-            parts.pop().tail_copies[group, 0] = False  # the last owner has gone: one keeps it
-            counts.free_blocks[group] += 1
+            parts.pop().tail_copies[group, 0] = False  # its last owner has left: one row keeps it
+            counts.cancel_take(group, 1)
             if not parts:
                 del self._copies[group, block]
         if not self.state.rows.running:
             for request in victims:
-                # its blocks lay badly, so they are not to be found again (shortage.py)
-                request.may_match = False
+                request.may_match = False  # its blocks were fragmented (shortage.py)
 
     def add_decoding(self, rows: Int32) -> None:
-        """The next tokens of these rows: all at once if all fit, else one row after the other."""
+        """Schedules the next tokens of decoding rows [R]: at once if all fit, else row by row."""
         if not len(rows):
             return
         state, memory = self.state, self.state.memory
@@ -146,23 +143,24 @@ class Batch:
         computed = state.rows.computed[rows]
         needed = memory.blocks_needed(rows, computed + counts)
         has_siblings = state.rows.has_siblings[rows]
+        num_read = self._num_read(rows, needed)
         if (
             len(rows) <= self.requests_left
             and int(counts.sum()) <= self.tokens_left
-            and self._num_read(rows, needed) <= self.pages_left
+            and num_read <= self.pages_left
             and not (has_siblings.any() and memory.shared_tails(rows, computed).any())
             and memory.device.take(needed.sum(axis=1).tolist())
         ):
-            self._add(Part(rows, counts, needed, np.zeros(needed.shape, np.bool_)))
+            self._add(Part(rows, counts, needed, np.zeros(needed.shape, np.bool_)), num_read, rows)
             return
         for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
             self.add_row(row, count)
 
     def add_row(self, row: int, wanted: int, reserved_tokens: int = 0) -> None:
-        """Up to `wanted` tokens of a running row, within budgets and memory.
+        """Schedules up to `wanted` tokens of a running row, within budgets and memory.
 
-        It gets fewer when memory for fewer is there; a row that gets none is stalled. Its blocks
-        suffice for these tokens, or for `reserved_tokens` if that is more.
+        It gets fewer if memory for all is missing; with memory for none it is stalled. Its blocks
+        suffice for these tokens, or for `reserved_tokens` in all if that is more.
         """
         memory, computed = self.state.memory, int(self.state.rows.computed[row])
         is_prompt = not self.state.rows.is_decoding[row]
@@ -176,89 +174,80 @@ class Batch:
         while count:
             length = np.array([max(computed + count, reserved_tokens)], np.int32)
             needed = memory.blocks_needed(rows, length)
-            if not self.is_empty and self._num_read(rows, needed + tails) > self.pages_left:
+            num_read = self._num_read(rows, needed + tails)
+            if not self.is_empty and num_read > self.pages_left:
                 self.left_out.append(self.state.rows.running[row])
                 return
             if memory.device.take((needed + tails)[:, 0].tolist()):
                 part = Part(rows, np.array([count], np.int32), needed, tails)
-                self._add(part)
+                self._add(part, num_read, rows)
                 if is_prompt:
                     self._spend(count, computed)
-                self._leave_tails(part, computed)
+                self._disown_tails(part, computed)
                 return
             count //= 2
         self.stalled.append(row)
 
-    def admit(self, admission: Admission, wanted: int, reserved_tokens: int = 0) -> bool:
-        """A waiting request with up to `wanted` tokens; False when it must keep waiting.
+    def admit(self, candidate: Admission, wanted: int, reserved_tokens: int = 0) -> bool:
+        """Tries to admit a waiting request with up to `wanted` tokens; False = it keeps waiting.
 
-        It gets blocks for these tokens, or for `reserved_tokens` if that is more. If others compute
-        already it gets all of them or none.
+        It gets blocks for these tokens, or for `reserved_tokens` in all if that is more; in a batch
+        that is not empty, for all of them or none.
         """
-        request, memory, computed = admission.request, self.state.memory, admission.num_computed
+        request, memory, computed = candidate.request, self.state.memory, candidate.num_computed
         count = min(self._cut(wanted, computed), self.tokens_left)
         if self.requests_left == 0:
             return False
-        shared, restored = admission.shared, admission.num_restored
-        ends = [f + len(t) for f, t in zip(admission.first_pages, admission.tables, strict=True)]
+        ends = [f + len(t) for f, t in zip(candidate.first_pages, candidate.tables, strict=True)]
+        restored, shared = np.array(candidate.num_restored, np.int32)[:, None], candidate.shared
         while count:
             pages = -(-max(computed + count, reserved_tokens) // memory.page_size)
-            needed = [max(0, pages - end) for end in ends]
-            num_read = self._num_read_by_new(admission, needed)
+            needed = np.array([max(0, pages - end) for end in ends], np.int32)[:, None]
+            num_read = self._num_read(candidate, needed + restored)
             if not self.is_empty and num_read > self.pages_left:
                 return False
-            if memory.device.take([n + r for n, r in zip(needed, restored, strict=True)], shared):
+            if memory.device.take((needed + restored)[:, 0].tolist(), shared):
                 break
             count = count // 2 if self.is_empty else 0
         else:
             return False
-        self.assign(admission)
-        part = Part(
-            np.array([request.row], np.int32),
-            np.array([count], np.int32),
-            np.array(needed, np.int32)[:, None],
-            np.zeros((len(needed), 1), np.bool_),
-        )
-        self._add(part, admission)
+        self.assign(candidate)
+        rows, counts = np.array([request.row], np.int32), np.array([count], np.int32)
+        part = Part(rows, counts, needed, np.zeros(needed.shape, np.bool_))
+        self._add(part, num_read, candidate)
         self._spend(count, computed)
         return True
 
-    def assign(self, admission: Admission) -> None:
-        """The admission's blocks have been taken: it and its siblings get rows."""
-        request, memory = admission.request, self.state.memory
+    def assign(self, candidate: Admission) -> None:
+        """Assigns rows to a waiting request, whose blocks have been taken, and to its siblings."""
+        request, memory = candidate.request, self.state.memory
         num_rows = 1 + len(request.siblings)
-        self.state.admit(request, self.free_rows[:num_rows], admission.num_computed)
+        self.state.admit(request, self.free_rows[:num_rows], candidate.num_computed)
         del self.free_rows[:num_rows]
-        for group, blocks in enumerate(admission.tables):
-            memory.tables.set(group, request.row, admission.first_pages[group], blocks)
-        if admission.swapped is None:
-            pages = admission.num_computed // memory.page_size
+        for group, blocks in enumerate(candidate.tables):
+            memory.tables.set(group, request.row, candidate.first_pages[group], blocks)
+        if candidate.swapped is None:
+            pages = candidate.num_computed // memory.page_size
             self.state.rows.published[request.row] = pages
             if self.state.limits.allow_block_sharing:
                 memory.prefix_cache.promise(request, pages)
-        self.admissions.append(admission)
+        self.admissions.append(candidate)
 
-    def _add(self, part: Part, admission: Admission | None = None) -> None:
+    def _add(self, part: Part, num_read: int, reader: Int32 | Admission) -> None:
         self.parts.append(part)
         self.tokens_left -= int(part.num_new_tokens.sum())
         self.requests_left -= len(part.rows)
-        if self.pages_left == sys.maxsize:
-            return
-        if admission is None:
-            self.pages_left -= self._num_read(part.rows, part.new_blocks + part.tail_copies)
-            tables = self._tables(part.rows)
-        else:
-            self.pages_left -= self._num_read_by_new(admission, part.new_blocks[:, 0].tolist())
-            tables = admission.shared
-        for is_read, table in zip(self._is_read, tables, strict=True):
-            is_read[table] = True
+        if self.pages_left != sys.maxsize:
+            self.pages_left -= num_read
+            for is_read, table in zip(self._is_read, self._tables(reader), strict=True):
+                is_read[table] = True
 
-    def _leave_tails(self, part: Part, computed: int) -> None:
-        """The row gets copies of its shared tails: it owns them no more, so that the last of those
-        who share one needs no copy."""
+    def _disown_tails(self, part: Part, computed: int) -> None:
+        """Drops the row's ownership of the shared tails that it gets copies of, so that the last
+        row to share one writes in place."""
+        page = computed // self.state.memory.page_size
         for group in np.flatnonzero(part.tail_copies[:, 0]).tolist():
-            tables = self.state.memory.tables.blocks
-            tail = tables[group, part.rows[0], computed // self.state.memory.page_size]
+            tail = self.state.memory.tables.blocks[group, part.rows[0], page]
             self.state.memory.counts.give(group, tail[None])
             self._copies[group, int(tail)].append(part)
 
@@ -269,31 +258,23 @@ class Batch:
         if self.prompt_time:
             self.prompt_time.spend(num_tokens, num_computed)
 
-    def _num_read(self, rows: Int32, new_blocks: Int32) -> int:
-        """Pages that the step reads for these running rows, and for nobody chosen so far; each
-        once, however many rows share it. new_blocks: [G, R]"""
+    def _num_read(self, reader: Int32 | Admission, new_blocks: Int32) -> int:
+        """Pages that the step reads for a reader (running rows, or a waiting request) and for no
+        earlier one, each once, however many rows share it. new_blocks: [G, R]"""
         if self.pages_left == sys.maxsize:
             return 0
-        shared = zip(self._is_read, self._tables(rows), strict=True)
-        tables = [table[~is_read[table]] for is_read, table in shared]
-        if len(rows) > 1:
-            tables = [np.unique(table) for table in tables]
-        return int(new_blocks.sum()) + sum(map(len, tables))
+        pairs = zip(self._is_read, self._tables(reader), strict=True)
+        unread = [table[~is_read[table]] for is_read, table in pairs]
+        if new_blocks.shape[1] > 1:
+            unread = [np.unique(table) for table in unread]
+        return int(new_blocks.sum()) + sum(map(len, unread))
 
-    def _num_read_by_new(self, admission: Admission, new_blocks: list[int]) -> int:
-        """The same for a waiting request. new_blocks: [G]"""
-        if self.pages_left == sys.maxsize:
-            return 0
-        counts = [
-            len(table) - int(is_read[table[table >= 0]].sum())
-            for is_read, table in zip(self._is_read, admission.tables, strict=True)
-        ]
-        return sum(new_blocks) + sum(counts)
-
-    def _tables(self, rows: Int32) -> list[Int32]:
-        """The rows' blocks of each group, one row after another. [G][blocks]"""
+    def _tables(self, reader: Int32 | Admission) -> list[Int32]:
+        """The reader's blocks of each group, row after row. [G][blocks]"""
+        if isinstance(reader, Admission):
+            return reader.shared
         tables = self.state.memory.tables
-        if len(rows) == 1:
-            return tables.of_row(int(rows[0]))
-        start, blocks = tables.flat(rows)
+        if len(reader) == 1:
+            return tables.of_row(int(reader[0]))
+        start, blocks = tables.flat(reader)
         return [blocks[first:end] for first, end in zip(start[:, 0], start[:, -1], strict=True)]

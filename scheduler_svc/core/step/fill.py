@@ -1,8 +1,8 @@
-"""Offers places in a step, in the policy's order (policies.py).
+"""Offers rows a place in a step, in the policy's order (policies.py).
 
-Running rows for which the pages do not suffice take turns: who was left out comes first in the
-next step. Below the safety margin new prefills wait and decodes go on; the first candidate of an
-otherwise empty batch is always let through, so nothing can wedge.
+Running rows that the cache budget leaves out take turns: they come first in the next step. Below
+the safety margin decodes proceed and new prefills wait; the first candidate of an empty batch is
+always let through, so nothing can wedge.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from scheduler_svc.core.request import Request
 from scheduler_svc.core.state import State
 from scheduler_svc.core.step.batch import Batch
 from scheduler_svc.core.step.newcomers import admit_waiting
-from scheduler_svc.core.step.overtaking import make_way, overtakes
+from scheduler_svc.core.step.overtaking import overtakes
 from scheduler_svc.core.step_time import PromptTime
 
 
 def fill_by_phase(batch: Batch) -> None:
-    """Decoding, prefilling and pending requests, phase after phase."""
-    state = batch.state
-    favoured = make_way(batch)
+    """Adds decoding, prefilling and pending requests to the batch, phase by phase."""
+    state, favoured = batch.state, batch.favoured
     running = candidates(state)
     if batch.cell is not None:
         cell_of, tenants = state.suspects.cell_of, state.rows.running
@@ -39,15 +38,15 @@ def fill_by_phase(batch: Batch) -> None:
         if phase is Phase.DECODING:
             batch.add_decoding(running[is_decoding])
         elif phase is Phase.PREFILLING:
-            _add_prefilling(batch, running[~is_decoding], favoured)
+            _add_prefilling(batch, running[~is_decoding])
         else:
             if favoured is not None:
-                admit_waiting(batch, [favoured], favoured)
-            admit_waiting(batch, state.pending.in_order(), favoured)
+                admit_waiting(batch, [favoured])
+            admit_waiting(batch, state.pending.in_order())
 
 
 def candidates(state: State) -> Int32:
-    """Running rows that have something to compute: num_tokens - num_computed_tokens > 0."""
+    """Running rows [R] with tokens to compute, in the policy's order within a phase."""
     rows = state.rows
     order = rows.in_use()
     if state.policy.by_priority:
@@ -57,42 +56,43 @@ def candidates(state: State) -> Int32:
     return chosen
 
 
-def _add_in_turn(batch: Batch, rows: Int32) -> None:
-    """Running rows one by one, those first that the last step left out."""
-    table, policy = batch.state.rows, batch.state.policy
-    waits = {request.row: place for place, request in enumerate(batch.state.left_out)}
-    phase = {True: Phase.DECODING, False: Phase.PREFILLING}
+def _add_in_turn(batch: Batch, running: Int32) -> None:
+    """Adds running rows one by one, first those that the last step left out."""
+    rows, policy = batch.state.rows, batch.state.policy
+    turns = {request.row: turn for turn, request in enumerate(batch.state.left_out)}
 
-    def turn(row: int) -> tuple[int, int, int]:
-        priority = table.running[row].priority if policy.by_priority else 0
-        is_decoding = bool(table.is_decoding[row])
-        return priority, waits.get(row, len(waits)), policy.phases.index(phase[is_decoding])
+    def order(row: int) -> tuple[int, int, int]:
+        priority = rows.running[row].priority if policy.by_priority else 0
+        phase = Phase.DECODING if rows.is_decoding[row] else Phase.PREFILLING
+        return priority, turns.get(row, len(turns)), policy.phases.index(phase)
 
-    decodes_left = int(table.is_decoding[rows].sum())
-    for row in sorted(rows.tolist(), key=turn):
-        if table.is_decoding[row]:
+    decodes_left = int(rows.is_decoding[running].sum())
+    for row in sorted(running.tolist(), key=order):
+        if rows.is_decoding[row]:
             batch.add_row(row, 1)
             decodes_left -= 1
-        elif _may_join(batch, table.running[row]):
-            wanted = int(table.known[row] - table.computed[row])
+        elif _may_join(batch, rows.running[row]):
+            wanted = int(rows.known[row] - rows.computed[row])
             batch.add_row(row, min(wanted, max(1, batch.tokens_left - decodes_left)))
 
 
-def _add_prefilling(batch: Batch, rows: Int32, favoured: Request | None) -> None:
-    table = batch.state.rows
-    for row in rows.tolist():
-        request = table.running[row]
+def _add_prefilling(batch: Batch, prefilling: Int32) -> None:
+    rows, favoured = batch.state.rows, batch.favoured
+    for row in prefilling.tolist():
+        request = rows.running[row]
         if favoured is not None and overtakes(batch.state, favoured, request):
-            admit_waiting(batch, [favoured], favoured)
+            admit_waiting(batch, [favoured])
             favoured = None
         if not _may_join(batch, request):
             return
-        batch.add_row(row, int(table.known[row] - table.computed[row]))
+        batch.add_row(row, int(rows.known[row] - rows.computed[row]))
 
 
 def _may_join(batch: Batch, request: Request) -> bool:
-    """Whether the margin lets the request have memory for a prompt."""
+    """Whether the margin lets the request take blocks for its prompt."""
     if batch.is_empty or batch.has_margin():
         return True
     state = batch.state
-    return state.policy.by_priority and any(overtakes(state, request, other) for other in batch.ran)
+    return state.policy.by_priority and any(
+        overtakes(state, request, other) for other in batch.active_before
+    )

@@ -1,4 +1,4 @@
-"""What a waiting request begins with when it gets a row: shared blocks, swapped ones, or none."""
+"""The KV that a waiting request starts with: shared blocks, swapped-out ones, or none."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from scheduler_svc.core.step.batch import Admission
 
 
 def admission(state: State, request: Request) -> Admission | None:
-    """What the request begins with: shared blocks, swapped ones, or none. None while another
-    request fills the block that this one needs next."""
+    """The request's admission, with as much KV as is available; None while another request fills
+    the block that it needs next."""
     if not state.limits.allow_block_sharing or not request.may_match:
         return alone(state, request)
     cache, swapped = state.memory.prefix_cache, request.swapped
-    if swapped is not None:  # what the prefix cache has no more comes from the swap pool
+    if swapped is not None:  # the swap pool has what the prefix cache lost
         tables = cache.find(request, swapped)
         return Admission(request, swapped.num_tokens, swapped.first_pages, tables, swapped)
     hit = cache.match(request)
@@ -26,7 +26,7 @@ def admission(state: State, request: Request) -> Admission | None:
 
 
 def alone(state: State, request: Request) -> Admission:
-    """What it begins with when it shares nothing."""
+    """The request's admission without shared blocks."""
     swapped = request.swapped
     if swapped is None:
         groups, nothing = len(state.memory.groups), np.zeros(0, np.int32)

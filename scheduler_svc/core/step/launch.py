@@ -1,8 +1,10 @@
-"""Completes a step: draws the blocks that were taken for it, and moves the cursors."""
+"""Completes a step: picks the blocks that were taken for it, and advances the cursors."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import fields
 
 import numpy as np
 
@@ -13,64 +15,61 @@ from scheduler_svc.core.step.batch import Batch, Part
 
 
 def launch(batch: Batch) -> InFlight | None:
-    """What is in flight from now on; None when the step computes nothing."""
+    """Puts the batch in flight; None, and nothing changes, if it computes nothing."""
     if batch.is_empty:
         return None
     state = batch.state
-    table = state.rows
+    rows = state.rows
     step = _whole(batch.parts)
-    rows, counts = step.rows, step.num_new_tokens
+    computed_rows, counts = step.rows, step.num_new_tokens
     for admission in batch.admissions:
         state.pending.remove(admission.request)
     freed_swap = _draw(batch, step)
 
-    first = table.computed[rows]
-    ends = first + counts
-    table.computed[rows] = ends
-    num_known = table.known[rows] + table.outstanding[rows]
-    reaches_end, has_all = ends >= num_known, num_known >= table.limit[rows]
+    ends = rows.computed[computed_rows] + counts
+    rows.computed[computed_rows] = ends
+    num_known = rows.known[computed_rows] + rows.outstanding[computed_rows]
+    reaches_end, has_all = ends >= num_known, num_known >= rows.limit[computed_rows]
     sampled = (reaches_end & ~has_all).nonzero()[0]
     sample_ends = ends[sampled]
-    sampled_rows = rows[sampled]
-    table.outstanding[sampled_rows] += 1
-    for row in sampled_rows[~table.is_decoding[sampled_rows]].tolist():
-        table.is_decoding[row] = True
-        table.running[row].state = RequestState.DECODING
-    named, requests = rows, table.tenants(rows)
+    sampled_rows = computed_rows[sampled]
+    rows.outstanding[sampled_rows] += 1
+    for row in sampled_rows[~rows.is_decoding[sampled_rows]].tolist():
+        rows.is_decoding[row] = True
+        rows.running[row].state = RequestState.DECODING
+    named, requests = computed_rows, rows.tenants(computed_rows)
     drafts: dict[int, tuple[int, ...]] = {}
-    if table.num_speculating:
+    if rows.num_speculating:
         num_drafts = ends[sampled] - num_known[sampled]
         pairs = zip(sampled.tolist(), num_drafts.tolist(), strict=True)
         drafts = {place: requests[place].drafts[:count] for place, count in pairs if count}
-        table.outstanding[sampled_rows] += num_drafts
+        rows.outstanding[sampled_rows] += num_drafts
         num_samples = num_drafts + 1
         sampled, sample_ends = sampled.repeat(num_samples), sample_ends.repeat(num_samples)
         # counts down to 0 within each row
         sample_ends -= num_samples.cumsum().repeat(num_samples) - np.arange(1, len(sampled) + 1)
     sampled_for = sampled
     new_tenants = [admission.request.row for admission in batch.admissions]
-    parents = sampled[table.will_fork[rows[sampled]]]
-    if len(parents):
-        forks = [
-            (place, sibling)
-            for place in parents.tolist()
-            for sibling in _fork(state, requests[place])
-        ]
-        new_tenants += [sibling.row for _, sibling in forks]
-        places = [place for place, _ in forks]
+    parents = sampled[rows.will_fork[computed_rows[sampled]]].tolist()
+    if parents:
+        families = [_fork(state, requests[place]) for place in parents]
+        siblings = list(itertools.chain.from_iterable(families))
+        places = np.repeat(parents, [len(family) for family in families])
+        sibling_rows = [sibling.row for sibling in siblings]
+        new_tenants += sibling_rows
         sampled = np.concatenate([sampled, places])
         sample_ends = np.concatenate([sample_ends, ends[places]])
-        sampled_for = np.concatenate([sampled_for, np.arange(len(forks)) + len(rows)])
-        named = np.concatenate([rows, np.array([s.row for _, s in forks], np.int32)])
-        requests = requests + [sibling for _, sibling in forks]
-    table.num_in_flight[named] += 1
+        sampled_for = np.concatenate([sampled_for, np.arange(len(siblings)) + len(computed_rows)])
+        named = np.concatenate([computed_rows, np.array(sibling_rows, np.int32)])
+        requests = requests + siblings
+    rows.num_in_flight[named] += 1
     in_flight = InFlight(
         step_id=state.next_step_id,
-        rows=rows,
+        rows=computed_rows,
         num_new_tokens=counts,
         ends=ends,
         named=named,
-        generation=table.generation[named],
+        generation=rows.generation[named],
         requests=requests,
         sampled=sampled,
         sampled_for=sampled_for,
@@ -85,24 +84,22 @@ def launch(batch: Batch) -> InFlight | None:
     state.left_out = _left_out(batch)
     state.next_step_id += 1
     state.in_flight.append(in_flight)
-    state.suspects.took_turn(requests[0])
+    state.suspects.end_turn(requests[0])
     return in_flight
 
 
 def _whole(parts: list[Part]) -> Part:
+    """The parts as one."""
     if len(parts) == 1:
         return parts[0]
-    return Part(
-        np.concatenate([part.rows for part in parts]),
-        np.concatenate([part.num_new_tokens for part in parts]),
-        np.concatenate([part.new_blocks for part in parts], axis=1),
-        np.concatenate([part.tail_copies for part in parts], axis=1),
-    )
+    names = [field.name for field in fields(Part)]
+    arrays = [[getattr(part, name) for part in parts] for name in names]
+    return Part(*(np.concatenate(array, axis=-1) for array in arrays))
 
 
 def _draw(batch: Batch, step: Part) -> list[Sequence[Int32]]:
-    """Picks the blocks: of what is restored, of copied tails, and behind the tables. Returns the
-    swap blocks [G] that are free after the step."""
+    """Picks the blocks of restored pages, copied tails and new pages. Returns tables of swap blocks
+    [G] that are free after the step."""
     state, memory = batch.state, batch.state.memory
     restored = [a for a in batch.admissions if a.swapped is not None]
     needed = step.new_blocks.sum(axis=1) + step.tail_copies.sum(axis=1)
@@ -116,11 +113,9 @@ def _draw(batch: Batch, step: Part) -> list[Sequence[Int32]]:
         freed_swap.append(admission.swapped.blocks)
         admission.request.swapped = None
         state.counters.restores += 1
-    copies_any = step.tail_copies.any()
     for group in range(len(memory.groups)):
-        if copies_any:
-            for row in step.rows[step.tail_copies[group]].tolist():
-                memory.copy_tail(group, row, int(state.rows.computed[row]) // memory.page_size)
+        for row in step.rows[step.tail_copies[group]].tolist():
+            memory.copy_tail(group, row, int(state.rows.computed[row]) // memory.page_size)
         grows = step.new_blocks[group].nonzero()[0]
         if len(grows):
             counts = step.new_blocks[group, grows]
@@ -131,7 +126,7 @@ def _draw(batch: Batch, step: Part) -> list[Sequence[Int32]]:
 
 
 def _fork(state: State, parent: Request) -> list[Request]:
-    """The siblings, now sharing the blocks of the prompt that this step completes."""
+    """Forks off the siblings, which share the blocks of the prompt that this step completes."""
     rows, row = state.rows, parent.row
     siblings, parent.siblings = parent.siblings, []
     rows.will_fork[row] = False
@@ -145,9 +140,8 @@ def _fork(state: State, parent: Request) -> list[Request]:
 
 
 def _left_out(batch: Batch) -> tuple[Request, ...]:
-    """Who found no place in the cache budget; those of other cells still wait for their turns."""
-    state = batch.state
-    left_out = list(batch.left_out)
+    """Running requests beyond the cache budget; those of other cells still wait for their turn."""
+    state, left_out = batch.state, list(batch.left_out)
     if batch.cell is not None:
         cell_of = state.suspects.cell_of
         left_out += [r for r in state.left_out if cell_of(r) is not batch.cell]

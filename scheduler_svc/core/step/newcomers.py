@@ -1,4 +1,4 @@
-"""Admits waiting requests to a batch, and decides who has to keep waiting."""
+"""Admits waiting requests to a batch, in order; decides which of them must keep waiting."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from itertools import islice
 from typing import Final
 
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.step.batch import Admission, Batch
+from scheduler_svc.core.step.batch import Batch
 from scheduler_svc.core.step.head_start import admission, alone
-from scheduler_svc.core.step.overtaking import stays
+from scheduler_svc.core.step.overtaking import leaves_reserve
 
-LOOK_AHEAD: Final = 4  # waiting requests looked at per step, times the number of rows
+LOOK_AHEAD: Final = 4  # waiting requests examined per step, times the number of rows
 
 
-def admit_waiting(batch: Batch, requests: Iterable[Request], favoured: Request | None) -> None:
-    """As many of them as there is room for, in this order; the favoured one joins whatever the
-    margin."""
+def admit_waiting(batch: Batch, requests: Iterable[Request]) -> None:
+    """Admits as many of these as there is room for, in this order; the favoured one joins whatever
+    the margin."""
     state = batch.state
     if batch.stalled or batch.left_out or not len(state.pending):
-        return  # first those that run
+        return  # running rows come first
     has_margin = batch.has_margin()
     waiting = (request for request in requests if request not in batch.victims)
     admitted = {admission.request.ticket for admission in batch.admissions}
@@ -29,27 +29,24 @@ def admit_waiting(batch: Batch, requests: Iterable[Request], favoured: Request |
             return
         if request.ticket in admitted:
             continue
-        is_free = batch.is_empty or request is favoured
-        if not (has_margin or is_free):
+        ignores_margin = batch.is_empty or request is batch.favoured
+        if not (has_margin or ignores_margin):
             return
         if request.num_in_flight:
-            return  # preempted while a plan names it: a token may still come back
+            return  # preempted while a plan names it: a token may still arrive
         if batch.cell not in (None, state.suspects.cell_of(request)):
-            return  # its turn comes; to overtake it could starve it
-        begins = admission(state, request)
-        if begins is None:
-            continue  # somebody is computing what it needs next
-        if not (is_free or stays(batch, begins)) or not _admit(batch, begins):
-            return  # whoever waits behind must not overtake: it could starve this one
+            return  # to overtake it before its cell's turn could starve it
+        candidate = admission(state, request)
+        if candidate is None:
+            continue  # another request computes the block that it needs next
+        if not (ignores_margin or leaves_reserve(batch, candidate)):
+            return
+        num_tokens = len(request.token_ids)
+        if not batch.admit(candidate, num_tokens - candidate.num_computed):
+            if not batch.is_empty or state.rows.running:
+                return  # to overtake it could starve it
+            # alone it always fits, unless the blocks that it shares lie in too many chunks
+            candidate = alone(state, request)
+            if not batch.admit(candidate, num_tokens - candidate.num_computed):
+                return
         has_margin = batch.has_margin()
-
-
-def _admit(batch: Batch, begins: Admission) -> bool:
-    num_tokens = len(begins.request.token_ids)
-    if batch.admit(begins, num_tokens - begins.num_computed):
-        return True
-    if not batch.is_empty or batch.state.rows.running:
-        return False
-    # alone it always fits, but for cached blocks that lie scattered over too many chunks
-    begins = alone(batch.state, begins.request)
-    return batch.admit(begins, num_tokens - begins.num_computed)

@@ -1,18 +1,13 @@
-"""Who makes room when KV memory is short, and for whom.
+"""Which requests are preempted when running rows stall for want of KV memory.
 
-Running requests that stall: the fewest victims that cover the need, newest first (least urgent
-first under the priority policy); never one that the step already computes, never the last active
-one, so the oldest always gets on and nothing can wedge. What requests give back that have ended,
-or end by length, when their plans return counts as coming: then everybody waits for it. If the
-last active request itself stalls, its blocks and those of the other groups block each other inside
-chunks: it is preempted once and comes back without the prefix cache, which puts its blocks side
-by side.
-
-Under the priority policy there are more reasons: overtaking.py.
-
-A victim keeps its tokens and waits in its old place; its KV goes to the swap pool if that has
-room, else it is computed again. Where the worker copies beside the forward, an offloaded one's
-blocks are not free at once: they count as coming, as above.
+The fewest victims that cover the need, newest first (least urgent first under the priority policy,
+which has more reasons to preempt: overtaking.py); never a row that the step already computes, and
+never the last active request, so the oldest always proceeds and nothing can wedge. If the blocks
+that the plans in flight are about to release suffice, the stalled rows wait for those instead: of
+requests that have ended or are about to end by length, and of victims whose blocks the worker
+copies to the swap pool beside the forward. If the last active request itself stalls, its blocks and
+those of other groups fragment each other's chunks: it is preempted once and readmitted without the
+prefix cache, which makes its blocks contiguous.
 """
 
 from __future__ import annotations
@@ -27,70 +22,60 @@ from scheduler_svc.core.step.batch import Batch
 
 
 def relieve(batch: Batch) -> None:
-    """Preempts the fewest victims for the stalled rows, which then join as far as they fit."""
+    """Preempts the fewest victims for the stalled rows; the rest of these try once more."""
     if not batch.stalled:
         return
-    state = batch.state
+    rows = batch.state.rows
     stalled, batch.stalled = batch.stalled, []
     had_victims = bool(batch.victims)
-    chosen = _cover(batch, stalled)
-    batch.preempt(chosen)
-    gone = {request.ticket for request in chosen}
+    victims = _fewest_victims(batch, stalled)
+    batch.preempt(victims)
     for row in stalled:
-        tenant = state.rows.running.get(row)
-        if tenant is not None and tenant.ticket not in gone:
-            num_tokens = state.rows.known[row] + state.rows.outstanding[row]
-            batch.add_row(row, int(num_tokens - state.rows.computed[row]))
-    is_stuck = batch.is_empty and not chosen and not state.in_flight and not had_victims
-    if is_stuck and len(active := batch.active) == 1:  # else a wedge, the caller's business
+        if row in rows.running:  # not a victim itself
+            num_tokens = rows.known[row] + rows.outstanding[row]
+            batch.add_row(row, int(num_tokens - rows.computed[row]))
+    is_stuck = batch.is_empty and not (victims or had_victims or batch.state.in_flight)
+    if is_stuck and len(active := batch.active) == 1:  # else a wedge: see wedge.py
         batch.preempt(active)
 
 
 def quarantined(state: State) -> list[list[Int32]]:
-    """Block tables [G] that come free with a result."""
+    """Block tables [G] that the results of plans in flight will free."""
     return [tables for step in state.in_flight for _, tables in step.transfers.quarantined]
 
 
-def coming(state: State) -> tuple[Counts, list[int]]:
-    """What is free once the results of what is in flight are back, and the rows that are sure to
-    have ended by then."""
-    later = state.memory.counts.copy()
-    for tables in quarantined(state):
-        give(later, tables)
+def counts_after_results(state: State) -> tuple[Counts, list[int]]:
+    """The counts once the plans in flight have returned, and the rows sure to have ended then."""
+    counts = state.memory.counts.copy()
     in_use = state.rows.in_use()
     ending = in_use[state.rows.is_ending(in_use)].tolist()
-    for row in ending:
-        give(later, state.memory.tables.of_row(row))
-    return later, ending
+    for tables in quarantined(state) + [state.memory.tables.of_row(row) for row in ending]:
+        counts.give_tables(tables)
+    return counts, ending
 
 
-def give(later: Counts, tables: list[Int32]) -> None:
-    for group, blocks in enumerate(tables):
-        later.give(group, blocks)
-
-
-def _cover(batch: Batch, stalled: list[int]) -> list[Request]:
-    """The fewest victims whose blocks, with what is coming, are enough for the stalled rows."""
+def _fewest_victims(batch: Batch, stalled: list[int]) -> list[Request]:
+    """The fewest whose blocks, with those about to be released, suffice for the stalled rows."""
     state = batch.state
     needs = {row: _need(state, row) for row in stalled}
-    later, ending = coming(state)
+    counts, ending = counts_after_results(state)
     spared = batch.scheduled().union(ending)
-    chosen: list[Request] = []
+    victims: list[Request] = []
     active = batch.active
     for request in sorted(active, key=state.policy.urgency, reverse=True):
         total = [sum(blocks) for blocks in zip(*needs.values(), strict=True)]
-        if not needs or later.fits(total) or len(chosen) == len(active) - 1:
+        if not needs or counts.fits(total) or len(victims) == len(active) - 1:
             break
         if request.row in spared:
             continue
-        give(later, state.memory.tables.of_row(request.row))
+        counts.give_tables(state.memory.tables.of_row(request.row))
         needs.pop(request.row, None)
-        chosen.append(request)
-    return chosen
+        victims.append(request)
+    return victims
 
 
 def _need(state: State, row: int) -> list[int]:
-    """Blocks of each group for the row's next token, a copy of a shared tail included."""
+    """Blocks [G] for the row's next token, with a copy of a shared tail."""
     rows, computed = np.array([row], np.int32), state.rows.computed[[row]]
     needed = state.memory.blocks_needed(rows, computed + np.int32(1))
     return [int(n) for n in (needed + state.memory.shared_tails(rows, computed))[:, 0]]

@@ -1,10 +1,10 @@
-"""The classic baseline: padded batches, as `generate` computes them, with our own kernels.
+"""The baseline: padded batches as `generate` computes them, with our own kernels.
 
-A batch is admitted whole, when nothing else runs: as many waiting requests as there are rows and,
-with pages for prompt + max_tokens reserved, blocks. Its prompts are computed first, all of them, in
-as many steps as the token budget asks for; then every step computes every row, ended ones too,
-until the last has ended. So it wastes what padded generation wastes, and nothing else differs
-from the other policies. Requests with siblings are refused: their blocks cannot be reserved.
+A batch is admitted whole when nothing else runs: as many waiting requests as rows and blocks allow,
+with pages for prompt + max_tokens reserved. Its prompts are computed first, in as many steps as the
+token budget requires; then every step computes every row, ended ones included, until the last has
+ended. So it wastes what padded generation wastes, and nothing else differs from the other policies.
+Requests with siblings are refused: their blocks cannot be reserved.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from scheduler_svc.core.step.head_start import alone
 
 
 class StaticState(State):
-    """Rows leave together, with pages reserved for all their tokens."""
+    """Rows are released together, and pages are reserved for all of their tokens."""
 
     holds_ended = True
 
     def release_ended(self, requests: Sequence[Request]) -> None:
-        """Gives back a batch, once all of it has ended and no plan names it."""
+        """Releases the batch, once all of it has ended and no plan is in flight."""
         if self.rows.is_finished[self.rows.in_use()].all() and not self.in_flight:
             for request in list(self.rows.running.values()):
                 self.release(request)
 
 
 def fill_static_batch(batch: Batch) -> None:
-    """Adds what a static batch computes next; the whole batch, whatever it reads."""
+    """Adds the next step of the running batch, or admits a new one; no cache budget applies."""
     batch.pages_left = sys.maxsize
     rows = batch.state.rows
     in_use = rows.in_use()
@@ -39,23 +39,21 @@ def fill_static_batch(batch: Batch) -> None:
         _admit_batch(batch)
         return
     prefilling = in_use[~rows.is_decoding[in_use] & ~rows.is_finished[in_use]]
-    if len(prefilling):
-        for row in prefilling.tolist():
-            batch.add_row(row, int(rows.known[row] - rows.computed[row]), int(rows.limit[row]))
-        return
-    goes_on = rows.to_compute(in_use) > 0
-    if goes_on.any():
-        # a row that is sure to end by length with the plans in flight is computed on as well,
-        # but only once its end has come back: until then its last token is not known; one that
-        # was aborted before any step computed it has no last token
+    for row in prefilling.tolist():
+        batch.add_row(row, int(rows.known[row] - rows.computed[row]), int(rows.limit[row]))
+    continues = rows.to_compute(in_use) > 0
+    if not len(prefilling) and continues.any():
+        # Ended rows recompute their last token. A row sure to end by length with the plans in
+        # flight does so only after its result: until then that token is unknown. One aborted before
+        # any step computed it has no last token.
         has_ended = rows.is_finished[in_use] & (rows.computed[in_use] > 0)
-        rows.computed[in_use[has_ended]] -= 1  # its last token is computed again
-        batch.add_decoding(in_use[goes_on | has_ended])
+        rows.computed[in_use[has_ended]] -= 1
+        batch.add_decoding(in_use[continues | has_ended])
 
 
 def _admit_batch(batch: Batch) -> None:
-    """Gives rows to all that fit; those whose prompts this step has no tokens left for are
-    computed by the next steps, which find the blocks that were counted here."""
+    """Admits all that fit. Prompts beyond this step's token budget get their blocks now, and are
+    computed by the next steps."""
     state, memory = batch.state, batch.state.memory
     cell = None
     for request in state.pending.in_order():
@@ -64,12 +62,12 @@ def _admit_batch(batch: Batch) -> None:
         cell = cell or state.suspects.cell_of(request)
         if request.num_in_flight or cell is not state.suspects.cell_of(request):
             return
-        begins = alone(state, request)
+        candidate = alone(state, request)
         if batch.tokens_left:
-            if not batch.admit(begins, len(request.token_ids), request.max_total_tokens):
+            if not batch.admit(candidate, len(request.token_ids), request.max_total_tokens):
                 return
             continue
         pages = -(-request.max_total_tokens // memory.page_size)
         if not memory.device.take([pages] * len(memory.groups)):
             return
-        batch.assign(begins)
+        batch.assign(candidate)
