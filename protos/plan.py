@@ -11,7 +11,7 @@ here to the kernels: offsets into one array of blocks, and token positions, not 
     T tokens of the step             O, N, C  swap-out, swap-in and copy pairs
     R rows (requests) of the step    I        rows with a new tenant
     L tokens whose logits are used   G, B     cache groups; block table entries of all groups
-    S samples: 0, 1 or several of each row
+    S samples: 0, 1 or several of each row; at most max_requests_per_batch in all
 
 Owns: names, order, dtypes and shapes. Does not own: what the numbers mean for scheduling
 (scheduler_svc/core/pack.py), or whether they can be executed (worker/batch/plan_values.py).

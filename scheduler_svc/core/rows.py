@@ -146,6 +146,7 @@ class Rows:
     def finish(self, row: int) -> None:
         """Marks the tenant as ended: nothing more is planned for it."""
         self.is_finished[row] = True
+        self.num_drafts[row] = 0
         self.goal[row] = 0
 
     def vacate(self, request: Request) -> None:

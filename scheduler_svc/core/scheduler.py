@@ -51,6 +51,8 @@ class Scheduler:
         """The next step, in flight from now on; None when there is nothing to compute or the limit
         of plans in flight is reached."""
         state = self.state
+        if not state.memory.groups:
+            return None  # no worker
         while len(state.in_flight) < state.plans_allowed:
             for cell in state.suspects.turns():
                 batch = Batch(state, cell)
@@ -78,12 +80,15 @@ class Scheduler:
         return why_not_the_result(self.state.in_flight[0], result, vocab_size)
 
     def draft(self, request: Request, token_ids: list[int]) -> None:
-        """Sets the draft tokens of a speculating request, cut to its `speculate` and to the samples
-        it has left; the next step verifies them."""
-        state, room = self.state, request.max_total_tokens - len(request.token_ids) - 1
-        request.drafts = tuple(token_ids[: max(0, min(request.speculate, room))])
-        if request.row != NO_ROW:
-            state.rows.num_drafts[request.row] = len(request.drafts)
+        """Proposes tokens of the model's vocabulary to follow the known ones of a speculating
+        request, cut to its `speculate` and to the samples it has left. The next step verifies them
+        if rows, budgets and memory are to spare. Ignored unless the request decodes and all of its
+        samples have returned."""
+        rows, room = self.state.rows, request.max_total_tokens - len(request.token_ids) - 1
+        row = request.row
+        if row != NO_ROW and rows.is_decoding[row] and not rows.outstanding[row]:
+            request.drafts = tuple(token_ids[: max(0, min(request.speculate, room))])
+            rows.num_drafts[row] = len(request.drafts)
 
     def flush_cache(self) -> int:
         """Empties the prefix cache; returns the number of named blocks. Requests keep their blocks,

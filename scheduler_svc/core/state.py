@@ -54,11 +54,13 @@ class InFlight:
     transfers: Transfers
     freed_swap: list[Sequence[Int32]]  # swap blocks [G], free once the plan has returned
 
-    def reaches(self) -> list[tuple[Request, int]]:
-        """The requests that the step computes or forks off, each with its tokens after the step."""
+    def reaches(self, ends: Int32 | None = None) -> list[tuple[Request, int]]:
+        """The requests that the step computes or forks, each with the tokens that it has reached:
+        `ends` [R] where drafts have been verified, else as planned."""
         forks = self.requests[len(self.rows) :]
-        ends = self.ends.tolist() + [sibling.num_prompt_tokens for sibling in forks]
-        return list(zip(self.requests, ends, strict=True))
+        reached = (self.ends if ends is None else ends).tolist()
+        reached += [sibling.num_prompt_tokens for sibling in forks]
+        return list(zip(self.requests, reached, strict=True))
 
 
 @dataclass(slots=True)
@@ -110,6 +112,7 @@ class State:
     def submit(self, new: NewRequest) -> list[Request]:
         """Queues a request; returns it and its siblings."""
         assert new.request_id not in self.requests, f"request {new.request_id} is live already"
+        assert not (new.speculate and self.holds_ended), "a static batch verifies no drafts"
         assert new.n == 1 or new.max_tokens, f"n is {new.n} with max_tokens 0; allowed: 1"
         first = Request(
             request_id=new.request_id,
@@ -239,9 +242,12 @@ class State:
         next owner writes after those have read.
         """
         for request in victims:
-            # unverified drafts may be wrong
-            if not request.siblings and not self.rows.is_verifying(request.row):
-                computed = int(self.rows.computed[request.row])
+            row = request.row
+            computed = int(self.rows.computed[row])
+            if self.rows.is_verifying(row):  # KV of drafts may be wrong
+                computed = int(self.rows.known[row])
+                self.memory.release_tail(row, computed)
+            if not request.siblings:
                 request.swapped = self.memory.swap_out(request, computed)
             if request.swapped is None:
                 self.counters.soft_resets += 1

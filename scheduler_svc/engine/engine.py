@@ -1,6 +1,6 @@
 """The engine: one thread owns the scheduler's state; other threads post commands to it.
 
-    commands, worker messages → absorb → decide → commit → pack → send → text → events
+    commands, worker messages → absorb → plan → send → text → events
 
 Text is made after the next plan has been sent, so that the worker does not wait for it. A stop
 string is therefore found when the next step may already be computing the row; what that step

@@ -29,7 +29,7 @@ class StepView:
 
 
 def view_step(state: State, step: InFlight) -> StepView:
-    """Of a step that was just committed."""
+    """The newest step in flight, beside the pool and the queue."""
     requests = step.requests[: len(step.rows)]
     is_finished = state.rows.is_finished[step.rows]
     prompt_ends = np.array([request.num_prompt_tokens for request in requests], np.int32)

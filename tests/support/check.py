@@ -26,7 +26,8 @@ def check_rows(state: State, touched: Int32) -> None:
         rows.known[touched],
         rows.outstanding[touched],
     )
-    most = len(state.in_flight) + rows.num_drafts[touched]
+    drafts = [rows.running[row].speculate for row in touched.tolist()]
+    most = len(state.in_flight) + np.array(drafts, np.int32)
     _require(
         (outstanding >= 0).all() and (outstanding <= most).all(),
         "samples outstanding without a plan in flight",

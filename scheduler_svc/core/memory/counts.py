@@ -25,18 +25,21 @@ class Counts:
         self.used = [np.zeros(num_chunks, np.int32) for _ in blocks_per_chunk]  # [G][chunk] owned
         self.free_blocks = [0] * len(blocks_per_chunk)  # [G] of the group's chunks
         self.free_chunks = num_usable
+        self._is_borrowed = [False] * len(blocks_per_chunk)  # [G] owners and used
 
     def copy(self) -> Counts:
         """Independent counts, for what-if questions."""
         twin = copy.copy(self)
-        twin.owners = [owners.copy() for owners in self.owners]
-        twin.used = [used.copy() for used in self.used]
+        twin.owners, twin.used = list(self.owners), list(self.used)
         twin.free_blocks = list(self.free_blocks)
+        twin._is_borrowed = [True] * len(self.owners)  # copied on the first write
         return twin
 
     @property
     def is_sound(self) -> bool:
-        """False if `share` has revived more chunks than are free; `give` undoes that."""
+        """False if `share` has revived more chunks than are free; `give` undoes that. A group that
+        took blocks of a chunk before the chunk was freed may owe some until they are drawn: nobody
+        is admitted in such a step."""
         return self.free_chunks >= 0 and min(self.free_blocks) >= 0
 
     def shortfall(self, blocks: Sequence[int]) -> int:
@@ -61,7 +64,7 @@ class Counts:
 
     def share(self, group: int, blocks: Int32) -> Int32:
         """Adds an owner to each of these distinct blocks. Returns those that were free."""
-        owners = self.owners[group]
+        owners = self._own(group)
         owners[blocks] += 1
         revived: Int32 = blocks[owners[blocks] == 1]
         self._use(group, revived, 1)
@@ -69,7 +72,7 @@ class Counts:
 
     def give(self, group: int, blocks: Int32) -> Int32:
         """Removes an owner from each of these distinct blocks. Returns those that are free now."""
-        owners = self.owners[group]
+        owners = self._own(group)
         left = owners[blocks] - 1
         assert (left >= 0).all(), f"blocks {blocks[left < 0]} have no owner to remove"
         owners[blocks] = left
@@ -93,6 +96,14 @@ class Counts:
             return 0.0
         pairs = zip(self.free_blocks, self.blocks_per_chunk, strict=True)
         return (self.free_chunks + sum(free / n for free, n in pairs)) / self.num_usable
+
+    def _own(self, group: int) -> Int32:
+        """The group's owners, to be written."""
+        if self._is_borrowed[group]:
+            self.owners[group] = self.owners[group].copy()
+            self.used[group] = self.used[group].copy()
+            self._is_borrowed[group] = False
+        return self.owners[group]
 
     def _use(self, group: int, blocks: Int32, change: int) -> None:
         """Counts distinct blocks as owned (change = 1) or free (-1)."""

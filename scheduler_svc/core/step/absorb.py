@@ -81,7 +81,7 @@ def absorb(state: State, result: StepResult) -> Absorbed:
     may_end += [step.requests[place] for place in step.scored if is_finite[place]]
     _end(state, may_end, absorbed)
     if state.suspects.is_active:
-        state.suspects.record_progress(step.reaches())
+        state.suspects.record_progress(step.reaches(ends))
     _release_ended(state, step)
     return absorbed
 
@@ -97,7 +97,7 @@ def _verify(
     is_accepted, ends = np.ones(len(step.sampled), np.bool_), step.ends.copy()
     for place, draft in step.drafts.items():
         request = step.requests[place]
-        begin = int(np.searchsorted(step.sampled, place))
+        begin = int(np.searchsorted(step.sampled_for, place))
         sampled = token_ids[begin : begin + len(draft) + 1].tolist()
         num_accepted = 1
         for token_id, drafted in zip(sampled, draft, strict=False):
@@ -141,7 +141,7 @@ def _append_tokens(
         rows.outstanding[kept_rows] -= 1
     rows.last_token[kept_rows] = token_ids[has_row]
     if rows.num_speculating:
-        rows.num_drafts[kept_rows] = 0
+        rows.num_drafts[kept_rows] = 0  # drafts follow the tokens known then
 
     may_end = ~has_row | (rows.known[sampled_rows] >= rows.limit[sampled_rows])
     may_end |= rows.may_stop(sampled_rows, token_ids)

@@ -136,25 +136,45 @@ class Batch:
         """Schedules the next tokens of decoding rows [R]: at once if all fit, else row by row."""
         if not len(rows):
             return
+        ones = np.ones(len(rows), np.int32)
+        if self.state.rows.num_speculating:
+            drafts = self._drafts_to_spare(rows)
+            if drafts.any() and self._add_at_once(rows, ones + drafts):
+                del self.free_rows[len(self.free_rows) - int(drafts.sum()) :]
+                return
+        if not self._add_at_once(rows, ones):
+            for row in rows.tolist():
+                self.add_row(row, 1)
+
+    def _add_at_once(self, rows: Int32, counts: Int32) -> bool:
+        """All of these decoding rows with counts[R] tokens each; False, and nothing, if they do not
+        fit or have tails to copy."""
         state, memory = self.state, self.state.memory
-        counts = np.ones(len(rows), np.int32)
-        if state.rows.num_speculating:
-            counts += state.rows.num_drafts[rows]
         computed = state.rows.computed[rows]
         needed = memory.blocks_needed(rows, computed + counts)
         has_siblings = state.rows.has_siblings[rows]
         num_read = self._num_read(rows, needed)
         if (
-            len(rows) <= self.requests_left
-            and int(counts.sum()) <= self.tokens_left
-            and num_read <= self.pages_left
-            and not (has_siblings.any() and memory.shared_tails(rows, computed).any())
-            and memory.device.take(needed.sum(axis=1).tolist())
+            len(rows) > self.requests_left
+            or int(counts.sum()) > self.tokens_left
+            or num_read > self.pages_left
+            or (has_siblings.any() and memory.shared_tails(rows, computed).any())
+            or not memory.device.take(needed.sum(axis=1).tolist())
         ):
-            self._add(Part(rows, counts, needed, np.zeros(needed.shape, np.bool_)), num_read, rows)
-            return
-        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
-            self.add_row(row, count)
+            return False
+        self._add(Part(rows, counts, needed, np.zeros(needed.shape, np.bool_)), num_read, rows)
+        return True
+
+    def _drafts_to_spare(self, rows: Int32) -> Int32:
+        """Draft tokens of each decoding row that the step may verify [R]. Half of the tokens left
+        are for prompts, and each draft occupies a free row: the worker has buffers for as many
+        samples as there are rows. The first waiting request keeps the rows that it needs."""
+        first = next(self.state.pending.in_order(), None)
+        kept_rows = 0 if first is None else 1 + len(first.siblings)
+        spare = min((self.tokens_left - len(rows)) // 2, len(self.free_rows) - kept_rows)
+        drafts = self.state.rows.num_drafts[rows]
+        spared: Int32 = np.clip(spare - (drafts.cumsum(dtype=np.int32) - drafts), 0, drafts)
+        return spared
 
     def add_row(self, row: int, wanted: int, reserved_tokens: int = 0) -> None:
         """Schedules up to `wanted` tokens of a running row, within budgets and memory.
@@ -194,6 +214,7 @@ class Batch:
         It gets blocks for these tokens, or for `reserved_tokens` in all if that is more; in a batch
         that is not empty, for all of them or none.
         """
+        assert not self.stalled, "admission beside stalled rows"
         request, memory, computed = candidate.request, self.state.memory, candidate.num_computed
         count = min(self._cut(wanted, computed), self.tokens_left)
         if self.requests_left == 0:

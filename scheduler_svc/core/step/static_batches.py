@@ -38,17 +38,17 @@ def fill_static_batch(batch: Batch) -> None:
     if not len(in_use):
         _admit_batch(batch)
         return
-    prefilling = in_use[~rows.is_decoding[in_use] & ~rows.is_finished[in_use]]
+    to_compute = rows.to_compute(in_use) > 0
+    prefilling = in_use[~rows.is_decoding[in_use] & to_compute]
     for row in prefilling.tolist():
         batch.add_row(row, int(rows.known[row] - rows.computed[row]), int(rows.limit[row]))
-    continues = rows.to_compute(in_use) > 0
-    if not len(prefilling) and continues.any():
+    if not len(prefilling) and to_compute.any():
         # Ended rows recompute their last token. A row sure to end by length with the plans in
         # flight does so only after its result: until then that token is unknown. One aborted before
         # any step computed it has no last token.
         has_ended = rows.is_finished[in_use] & (rows.computed[in_use] > 0)
         rows.computed[in_use[has_ended]] -= 1
-        batch.add_decoding(in_use[continues | has_ended])
+        batch.add_decoding(in_use[to_compute | has_ended])
 
 
 def _admit_batch(batch: Batch) -> None:
