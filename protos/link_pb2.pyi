@@ -49,7 +49,7 @@ class Hello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., is_standby: _Optional[bool] = ...) -> None: ...
 
 class Configure(_message.Message):
-    __slots__ = ("model", "device", "dtype", "page_size", "num_blocks", "max_memory_percent", "max_batch_tokens", "max_requests_per_batch", "max_model_len", "deterministic", "use_cuda_graph", "use_async_batching", "q_padding_interval_size", "kv_padding_interval_size", "cpu_offload_space", "weight_format", "attention", "num_threads", "kv_cache_dtype", "step_timeout")
+    __slots__ = ("model", "device", "dtype", "page_size", "num_blocks", "max_memory_percent", "max_batch_tokens", "max_requests_per_batch", "max_model_len", "deterministic", "use_cuda_graph", "q_padding_interval_size", "cpu_offload_space", "weight_format", "attention", "num_threads", "kv_cache_dtype", "step_timeout")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -61,9 +61,7 @@ class Configure(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     USE_CUDA_GRAPH_FIELD_NUMBER: _ClassVar[int]
-    USE_ASYNC_BATCHING_FIELD_NUMBER: _ClassVar[int]
     Q_PADDING_INTERVAL_SIZE_FIELD_NUMBER: _ClassVar[int]
-    KV_PADDING_INTERVAL_SIZE_FIELD_NUMBER: _ClassVar[int]
     CPU_OFFLOAD_SPACE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FORMAT_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_FIELD_NUMBER: _ClassVar[int]
@@ -81,16 +79,14 @@ class Configure(_message.Message):
     max_model_len: int
     deterministic: bool
     use_cuda_graph: bool
-    use_async_batching: bool
     q_padding_interval_size: int
-    kv_padding_interval_size: int
     cpu_offload_space: float
     weight_format: str
     attention: str
     num_threads: int
     kv_cache_dtype: str
     step_timeout: float
-    def __init__(self, model: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_memory_percent: _Optional[float] = ..., max_batch_tokens: _Optional[int] = ..., max_requests_per_batch: _Optional[int] = ..., max_model_len: _Optional[int] = ..., deterministic: _Optional[bool] = ..., use_cuda_graph: _Optional[bool] = ..., use_async_batching: _Optional[bool] = ..., q_padding_interval_size: _Optional[int] = ..., kv_padding_interval_size: _Optional[int] = ..., cpu_offload_space: _Optional[float] = ..., weight_format: _Optional[str] = ..., attention: _Optional[str] = ..., num_threads: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., step_timeout: _Optional[float] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_memory_percent: _Optional[float] = ..., max_batch_tokens: _Optional[int] = ..., max_requests_per_batch: _Optional[int] = ..., max_model_len: _Optional[int] = ..., deterministic: _Optional[bool] = ..., use_cuda_graph: _Optional[bool] = ..., q_padding_interval_size: _Optional[int] = ..., cpu_offload_space: _Optional[float] = ..., weight_format: _Optional[str] = ..., attention: _Optional[str] = ..., num_threads: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., step_timeout: _Optional[float] = ...) -> None: ...
 
 class CacheGroup(_message.Message):
     __slots__ = ("kind", "layers", "sliding_window", "blocks_per_chunk")

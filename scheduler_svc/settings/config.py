@@ -235,6 +235,7 @@ class Config:
         64,
         "no effect: block tables are ragged, so their width is not padded",
         minimum=1,
+        maximum=(1 << 31) - 1,
     )
 
     # The service
