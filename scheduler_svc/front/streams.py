@@ -70,12 +70,12 @@ class LiveStream:
             self.put(Finished(self.request_id, index, FinishReason.ABORT))
 
     async def unless_ended(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The coroutine's result; None when the request ends first, which cancels it."""
+        """The coroutine's result; None when the request ends before there is one."""
         result = asyncio.ensure_future(work)
         end = asyncio.ensure_future(self._ended.wait())
         try:
             await asyncio.wait([result, end], return_when=asyncio.FIRST_COMPLETED)
-            return result.result() if result.done() and not self.has_ended else None
+            return result.result() if result.done() else None
         finally:
             result.cancel()
             end.cancel()

@@ -181,3 +181,20 @@ async def test_an_abandoned_family_is_live_until_its_last_sibling_ends(
     streams.deliver([end("a", 0)])
     await settle()
     streams.open("a")
+
+
+async def test_a_result_counts_that_is_there_when_the_request_ends(streams: LiveStreams) -> None:
+    """A request that is aborted while the model is known is still checked: a wrong one is refused
+    by name, whoever aborts its id at that moment."""
+    stream = streams.open("a")
+
+    async def ready() -> str:
+        return "model"
+
+    async def never() -> str:
+        await asyncio.Event().wait()
+        return "unreachable"
+
+    stream.abort()
+    assert await stream.unless_ended(ready()) == "model"
+    assert await stream.unless_ended(never()) is None
