@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-PROTOCOL: Final = 2  # both ends must have the same one
+PROTOCOL: Final = 3  # both ends must have the same one
 HEARTBEAT_SECONDS: Final = 0.5  # between two heartbeats, in either direction
 
 # CacheGroup.kind: the attention type of a group's layers

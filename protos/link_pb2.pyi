@@ -101,7 +101,7 @@ class CacheGroup(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., sliding_window: _Optional[int] = ..., blocks_per_chunk: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("model_path", "model_type", "architecture", "vocab_size", "max_model_len", "dtype", "device", "groups", "page_size", "num_chunks", "chunk_bytes", "num_swap_chunks", "graph_sizes", "attention", "overlaps_swap", "kv_cache_dtype", "num_embeddings")
+    __slots__ = ("model_path", "model_type", "architecture", "vocab_size", "max_model_len", "dtype", "device", "groups", "page_size", "num_chunks", "chunk_bytes", "num_swap_chunks", "graph_sizes", "attention", "overlaps_swap", "kv_cache_dtype", "num_embeddings", "max_logits")
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +119,7 @@ class Ready(_message.Message):
     OVERLAPS_SWAP_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     NUM_EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LOGITS_FIELD_NUMBER: _ClassVar[int]
     model_path: str
     model_type: str
     architecture: str
@@ -136,7 +137,8 @@ class Ready(_message.Message):
     overlaps_swap: bool
     kv_cache_dtype: str
     num_embeddings: int
-    def __init__(self, model_path: _Optional[str] = ..., model_type: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[CacheGroup, _Mapping]]] = ..., page_size: _Optional[int] = ..., num_chunks: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., num_swap_chunks: _Optional[int] = ..., graph_sizes: _Optional[_Iterable[int]] = ..., attention: _Optional[str] = ..., overlaps_swap: _Optional[bool] = ..., kv_cache_dtype: _Optional[str] = ..., num_embeddings: _Optional[int] = ...) -> None: ...
+    max_logits: int
+    def __init__(self, model_path: _Optional[str] = ..., model_type: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[CacheGroup, _Mapping]]] = ..., page_size: _Optional[int] = ..., num_chunks: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., num_swap_chunks: _Optional[int] = ..., graph_sizes: _Optional[_Iterable[int]] = ..., attention: _Optional[str] = ..., overlaps_swap: _Optional[bool] = ..., kv_cache_dtype: _Optional[str] = ..., num_embeddings: _Optional[int] = ..., max_logits: _Optional[int] = ...) -> None: ...
 
 class StepPlan(_message.Message):
     __slots__ = ("step_id", "counts", "awaits_mask")

@@ -11,7 +11,8 @@ here to the kernels: offsets into one array of blocks, and token positions, not 
     T tokens of the step             O, N, C  swap-out, swap-in and copy pairs
     R rows (requests) of the step    I        rows with a new tenant
     L tokens whose logits are used   G, B     cache groups; block table entries of all groups
-    S samples: 0, 1 or several of each row; at most max_requests_per_batch in all
+    S samples: 0, 1 or several of each row   H, A  history and bias entries of all samples
+    Q prompt tokens to score                 K, E  of a result: ranks, and candidates
 
 Owns: names, order, dtypes and shapes. Does not own: what the numbers mean for scheduling
 (scheduler_svc/core/pack.py), or whether they can be executed (worker/batch/plan_values.py).
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, get_origin, get_type_hints
 
 import numpy as np
@@ -37,6 +38,8 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 Layout = tuple[tuple[str, type[np.generic], tuple[str | int, ...]], ...]
 
 UNKNOWN_TOKEN: Final = -1  # stands for the row's last sampled token, which only the device has
+ANY_TOKEN: Final = -1  # a bias that does not depend on the row's last sampled token
+NO_CANDIDATES: Final = -1  # a sample whose log probability is not asked for
 NUM_RESERVED_CHUNKS: Final = 2
 PADDING_READ_CHUNK: Final = 0  # padding reads its blocks: always zero
 PADDING_WRITE_CHUNK: Final = 1  # padding writes to its blocks
@@ -77,6 +80,27 @@ class StepPlan:
     u: Annotated[Float32, "S"]  # uniform in [0, 1): k / 2^24
     sampling: Arrays  # [S] for each of SAMPLER_FIELDS
 
+    # Log probabilities. A sample or score with k candidates is answered by k + 1 entries, its own
+    # token first, then the k most probable ones; samples first, then scores. Raw ones, of the
+    # model's logits; of a beam: those that penalties and biases have changed.
+    num_candidates: Annotated[Int32, "S"]  # k, or NO_CANDIDATES
+    is_beam: Annotated[Int32, "S"]  # 1 = no token is chosen; candidates of the changed logprobs
+    score_logits: Annotated[Int32, "Q"]  # into logits_indices
+    score_tokens: Annotated[Int32, "Q"]  # the prompt's next token, whose log probability is asked
+    score_candidates: Annotated[Int32, "Q"]  # k, at least 0
+
+    # Context of the samples that have penalties: distinct tokens before the sampled one, with how
+    # often each was generated (0: in the prompt only). UNKNOWN_TOKEN may come in addition to all.
+    history_start: Annotated[Int32, "S+1"]  # into the two below
+    history_tokens: Annotated[Int32, "H"]
+    history_counts: Annotated[Int32, "H"]
+
+    # What is added to logits of a sample: logit_bias, and -inf for bans (min_tokens, bad_words).
+    bias_start: Annotated[Int32, "S+1"]  # into the three below
+    bias_tokens: Annotated[Int32, "A"]
+    bias_after: Annotated[Int32, "A"]  # only if the row sampled this token last; or ANY_TOKEN
+    bias: Annotated[Float32, "A"]
+
     @classmethod
     def from_arrays(cls, step_id: int, awaits_mask: bool, arrays: Arrays) -> StepPlan:
         """A plan of the arrays that PLAN_LAYOUT names."""
@@ -95,6 +119,10 @@ class StepResult:
 
     token_ids: Annotated[Int32, "S"]
     is_finite: Annotated[Int32, "R"]  # 0 = a hidden state of this row was not finite
+    # of the samples that ask for candidates, then of the scores: see StepPlan
+    ranks: Annotated[Int32, "K"] = field(default_factory=lambda: np.zeros(0, np.int32))  # from 1
+    candidate_ids: Annotated[Int32, "E"] = field(default_factory=lambda: np.zeros(0, np.int32))
+    logprobs: Annotated[Float32, "E"] = field(default_factory=lambda: np.zeros(0, np.float32))
 
 
 def _layout(kind: type[StepPlan | StepResult]) -> Layout:

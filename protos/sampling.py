@@ -7,8 +7,7 @@ model's default (scheduler_svc/text/model_defaults.py), the scheduler's column o
 device's input buffer (worker/step/io_buffers.py) and its line in docs/sampling.md follow from it.
 Its arithmetic belongs into worker/step/sampler.py, its test into tests/worker/test_sampler.py.
 
-`REQUEST_FIELDS` are used by the scheduler alone. `UNSUPPORTED_FIELDS` are checked, then refused by
-name unless neutral; supporting one for the sampler moves its entry into `SamplerParameters`.
+`REQUEST_FIELDS` are used by the scheduler, which turns some of them into other arrays of the plan.
 
 Needs no numpy, so that a client may import it.
 """
@@ -21,6 +20,8 @@ from typing import Any, Final
 
 MIN_TEMPERATURE: Final = 9.999999974752427e-07  # 1e-6 in float32; logits divided by less overflow
 MAX_SEED: Final = (1 << 63) - 1
+MAX_LOGPROBS: Final = 128
+MAX_DRAFTS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +98,48 @@ class SamplerParameters:
             effect="keeps tokens with at least this share of the highest probability",
         )
     )
+    repetition_penalty: float = _parameter(
+        SamplingField(
+            dtype="float32",
+            neutral=1.0,
+            minimum=0.0,
+            excludes_minimum=True,
+            allowed="above 0",
+            config_key="repetition_penalty",
+            effect="divides positive logits of tokens so far, prompt included; multiplies others",
+        )
+    )
+    frequency_penalty: float = _parameter(
+        SamplingField(
+            dtype="float32",
+            neutral=0.0,
+            minimum=-2.0,
+            maximum=2.0,
+            allowed="-2 to 2",
+            effect="is subtracted from a token's logit for each time it was generated",
+        )
+    )
+    presence_penalty: float = _parameter(
+        SamplingField(
+            dtype="float32",
+            neutral=0.0,
+            minimum=-2.0,
+            maximum=2.0,
+            allowed="-2 to 2",
+            effect="is subtracted from the logits of tokens generated so far",
+        )
+    )
 
 
 REQUEST_FIELDS: Final[dict[str, SamplingField]] = {
     "max_tokens": SamplingField(
-        dtype="int32", neutral=None, minimum=1, allowed="at least 1",
+        dtype="int32", neutral=None, minimum=1, allows_zero=True,
+        allowed="at least 1, or 0 with prompt_logprobs",
         effect="output tokens at most; by default as many as context and KV pool hold",
+    ),
+    "min_tokens": SamplingField(
+        dtype="int32", neutral=0, minimum=0, allowed="0 to max_tokens", config_key="min_new_tokens",
+        effect="output tokens before a stop token or a stop string may end the answer",
     ),
     "seed": SamplingField(
         dtype="int64", neutral=None, minimum=0, maximum=MAX_SEED, allowed=f"0 to {MAX_SEED}",
@@ -112,44 +149,29 @@ REQUEST_FIELDS: Final[dict[str, SamplingField]] = {
         dtype="int32", neutral=1, minimum=1, allowed="1 to max_requests_per_batch",
         effect="answers to the same prompt",
     ),
-}  # fmt: skip
-
-UNSUPPORTED_FIELDS: Final[dict[str, SamplingField]] = {
-    "repetition_penalty": SamplingField(
-        dtype="float32", neutral=1.0, minimum=0.0, excludes_minimum=True, allowed="above 0",
-        config_key="repetition_penalty", effect="divides logits of tokens seen so far",
-    ),
-    "frequency_penalty": SamplingField(
-        dtype="float32", neutral=0.0, minimum=-2.0, maximum=2.0, allowed="-2 to 2",
-        effect="is subtracted from a token's logit for each time it was generated",
-    ),
-    "presence_penalty": SamplingField(
-        dtype="float32", neutral=0.0, minimum=-2.0, maximum=2.0, allowed="-2 to 2",
-        effect="is subtracted from the logits of tokens generated so far",
-    ),
-    "min_tokens": SamplingField(
-        dtype="int32", neutral=0, minimum=0, allowed="at least 0", config_key="min_new_tokens",
-        effect="output tokens before a stop token may end the answer",
-    ),
     "beam_width": SamplingField(
-        dtype="int32", neutral=1, minimum=1, allowed="at least 1", config_key="num_beams",
-        effect="beams of a beam search",
+        dtype="int32", neutral=1, minimum=1, allowed="1 to max_requests_per_batch",
+        config_key="num_beams", effect="beams of a beam search; 1 is off",
     ),
     "length_penalty": SamplingField(
         dtype="float32", neutral=1.0, allowed="a number", config_key="length_penalty",
         effect="exponent of the length by which a beam's score is divided",
     ),
     "logprobs": SamplingField(
-        dtype="int32", neutral=None, minimum=0, allowed="at least 0",
-        effect="candidates reported per output token",
+        dtype="int32", neutral=None, minimum=0, maximum=MAX_LOGPROBS,
+        allowed=f"0 to {MAX_LOGPROBS}", effect="candidates reported per output token",
     ),
     "prompt_logprobs": SamplingField(
-        dtype="int32", neutral=None, minimum=0, allowed="at least 0",
-        effect="candidates reported per prompt token",
+        dtype="int32", neutral=None, minimum=0, maximum=MAX_LOGPROBS,
+        allowed=f"0 to {MAX_LOGPROBS}", effect="candidates reported per prompt token",
+    ),
+    "speculate": SamplingField(
+        dtype="int32", neutral=0, minimum=0, maximum=MAX_DRAFTS, allowed=f"0 to {MAX_DRAFTS}",
+        effect="draft tokens guessed from the request's own text and verified per step",
     ),
 }  # fmt: skip
 
 SAMPLER_FIELDS: Final[dict[str, SamplingField]] = {
     attribute.name: attribute.metadata["entry"] for attribute in fields(SamplerParameters)
 }
-SAMPLING_FIELDS: Final = SAMPLER_FIELDS | REQUEST_FIELDS | UNSUPPORTED_FIELDS
+SAMPLING_FIELDS: Final = SAMPLER_FIELDS | REQUEST_FIELDS

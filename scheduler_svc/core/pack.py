@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from protos.plan import UNKNOWN_TOKEN, Int32, StepPlan
+from protos.plan import NO_CANDIDATES, UNKNOWN_TOKEN, Int32, StepPlan
 from scheduler_svc.core.memory.block_tables import starts
 from scheduler_svc.core.seeds import uniforms
 from scheduler_svc.core.state import InFlight, State
@@ -26,6 +26,9 @@ def pack(state: State, step: InFlight) -> StepPlan:
     if len(step.named) > len(step.rows):  # forked siblings sample the same logits
         logits_indices, copies = np.unique(logits_indices, return_inverse=True)
         sample_logits = copies.astype(np.int32)
+    num_samples = len(sampled_rows)
+    none = np.zeros(0, np.int32)
+    no_entries = np.zeros(num_samples + 1, np.int32)
     return StepPlan(
         step_id=step.step_id,
         awaits_mask=False,
@@ -45,6 +48,18 @@ def pack(state: State, step: InFlight) -> StepPlan:
         sample_rows=sampled_rows,
         u=uniforms(sampling.streams, step.sample_ends),
         sampling=sampling.parameters,
+        num_candidates=np.full(num_samples, NO_CANDIDATES, np.int32),
+        is_beam=np.zeros(num_samples, np.int32),
+        score_logits=none,
+        score_tokens=none,
+        score_candidates=none,
+        history_start=no_entries,
+        history_tokens=none,
+        history_counts=none,
+        bias_start=no_entries,
+        bias_tokens=none,
+        bias_after=none,
+        bias=np.zeros(0, np.float32),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,20 @@ class Sampling(SamplerParameters):
 
     seed: int = 0  # 0 <= seed < 2^63
     stop_token_ids: frozenset[int] = frozenset()  # with EOS, unless it is ignored
+    min_tokens: int = 0  # stop tokens are banned before so many output tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit), by id
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences never completed
+    logprobs: int | None = None  # candidates beside each output token; None = no log probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearch:
+    """A search for the most probable answers, as transformers' generate(num_beams) makes it."""
+
+    width: int  # at least 2
+    num_answers: int = 1  # best hypotheses that are wanted, at most `width`
+    length_penalty: float = 1.0
+    early_stopping: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +68,20 @@ class NewRequest:
     cache_salt: str = ""
     n: int = 1  # siblings that continue the same prompt
     speculate: int = 0  # most draft tokens that a step verifies
+    output_token_ids: Sequence[int] = ()  # already generated, if an answer is resumed
+    index: int = 0  # of the (first) sibling: its random numbers depend on it
+    prompt_logprobs: int | None = None  # candidates beside each prompt token
+    is_constrained: bool = False  # a grammar's mask comes for each sample
+    beams: BeamSearch | None = None
+
+
+class TokenScore(NamedTuple):
+    """The log probability of a token, and of the most probable ones in its place."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 = the most probable
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), falling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +135,10 @@ class Request:
     hit: Hit | None = None  # last result of the prefix-cache search
     swapped: Swapped | None = None  # set while it is offloaded
     drafts: tuple[int, ...] = ()  # draft tokens behind token_ids, to verify
+    num_drafted: int = 0  # draft tokens verified so far
+    num_accepted: int = 0  # of these, those that were right
+    scores: list[TokenScore] = field(default_factory=list)  # of output tokens, if asked for
+    prompt_scores: list[TokenScore] = field(default_factory=list)  # of the prompt from token 1 on
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it, if one did
     prompt: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))  # [num_prompt_tokens]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from scheduler_svc.core.limits import why_never_fits
-from scheduler_svc.core.request import FinishReason, NewRequest
+from scheduler_svc.core.request import FinishReason, NewRequest, TokenScore
 from scheduler_svc.errors import ChairliftError, RequestRejected
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ class Delta:
     index: int
     token_ids: list[int]
     text: str
+    logprobs: Sequence[TokenScore] = ()  # one for each of token_ids, if asked for
+    prompt_logprobs: Sequence[TokenScore] = ()  # with the first delta of the first sibling
     # set by the stream when the handler takes it; the engine merges what follows until then
     is_taken: bool = field(default=False, compare=False)
 
@@ -54,6 +56,9 @@ class Finished:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    beam_score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

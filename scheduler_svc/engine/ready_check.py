@@ -40,6 +40,7 @@ def geometry_of(ready: link_pb2.Ready) -> Geometry:
         num_swap_chunks=ready.num_swap_chunks,
         overlaps_swap=ready.overlaps_swap,
         device=ready.device,
+        max_logits=ready.max_logits,
     )
 
 
@@ -59,6 +60,7 @@ def _faults(ready: link_pb2.Ready, configure: link_pb2.Configure, num_rows: int)
         ("num_chunks", NUM_RESERVED_CHUNKS + 1, MAX_CHUNKS),
         ("num_swap_chunks", 0, MAX_CHUNKS),
         ("chunk_bytes", 1, 1 << 48),
+        ("max_logits", 0, (1 << 31) - 1),  # 0 = all
     ):
         value = getattr(ready, name)
         if not lowest <= value <= highest:

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from protos import inference_pb2 as pb
-from protos.sampling import SAMPLER_FIELDS, SAMPLING_FIELDS, UNSUPPORTED_FIELDS
+from protos.sampling import SAMPLER_FIELDS, SAMPLING_FIELDS
 from scheduler_svc.core.limits import longest_request
 from scheduler_svc.core.request import NewRequest, Sampling
 from scheduler_svc.engine.events import ModelFacts, Submission, check_fits
@@ -113,12 +113,9 @@ def _refuse_unsupported(request: pb.GenerateRequest) -> None:
     asked = request.sampling
     constraint = asked.WhichOneof("constraint")
     wanted = {
-        **{
-            f"sampling.{name}": _or(asked, name, entry.neutral) != entry.neutral
-            for name, entry in UNSUPPORTED_FIELDS.items()
-        },
         "sampling.logit_bias": bool(asked.logit_bias),
         "sampling.bad_words": bool(asked.bad_words),
+        "sampling.beam_width": asked.beam_width > 1,
         "sampling.early_stopping": asked.early_stopping,
         f"sampling.{constraint}": constraint is not None
         and (constraint != "json_object" or asked.json_object),

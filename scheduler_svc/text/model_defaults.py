@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from protos.sampling import MIN_TEMPERATURE, SAMPLER_FIELDS, UNSUPPORTED_FIELDS, SamplingField
+from protos.sampling import MIN_TEMPERATURE, SAMPLER_FIELDS, SamplingField
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,6 @@ _MAX_FLOAT32: Final = 3.4e38
 
 # Keys that change answers in transformers and are not supported here, with their neutral values.
 _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
-    **{e.config_key: (e.neutral,) for e in UNSUPPORTED_FIELDS.values() if e.config_key},
     "encoder_repetition_penalty": (1.0,),
     "diversity_penalty": (0.0,),
     "no_repeat_ngram_size": (0,),

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from protos.plan import PLAN_LAYOUT, Int32, StepPlan
+from protos.plan import NO_CANDIDATES, PLAN_LAYOUT, Int32, StepPlan
 from protos.sampling import SAMPLER_FIELDS
 
 _COMPUTED: Final = (
@@ -25,6 +25,10 @@ def plan_of(step_id: int = 1, **arrays: Any) -> StepPlan:
         "copy": np.zeros((0, 3)),
         "query_start_loc": [0],
         "u": np.zeros(samples),
+        "num_candidates": np.full(samples, NO_CANDIDATES),
+        "is_beam": np.zeros(samples),
+        "history_start": np.zeros(samples + 1),
+        "bias_start": np.zeros(samples + 1),
         **{name: np.full(samples, entry.neutral) for name, entry in SAMPLER_FIELDS.items()},
         "temperature": np.zeros(samples),
         "table_start": np.zeros((1, len(arrays.get("rows", ())) + 1)),
