@@ -190,9 +190,12 @@ async def _write_whole(stream: LiveStream, context: Context) -> None:
 
 
 def _default_sampling(model: Model) -> pb.SamplingParams:
-    params = pb.SamplingParams()
-    for name, value in model.tokenizer.default_sampling.items():
+    """What the model states; a banned token sequence as its text."""
+    defaults = model.tokenizer.defaults
+    params = pb.SamplingParams(logit_bias=defaults.logit_bias)
+    for name, value in defaults.numbers.items():
         setattr(params, name, value)
+    params.bad_words.extend(model.tokenizer.decode(ids, False) for ids in defaults.bad_words)
     return params
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from google.protobuf import json_format
+from tokenizers import Tokenizer as TokenizerOfWords
+from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from protos import inference_pb2 as pb
@@ -64,7 +66,26 @@ BAD_INPUT: list[tuple[str, pb.GenerateRequest, list[str]]] = [
             "is 129; max_model_len is 128",
         ],
     ),
-    ("max_tokens 0", sampling(max_tokens=0), ["sampling.max_tokens is 0", "at least 1"]),
+    (
+        "max_tokens 0",
+        sampling(max_tokens=0),
+        ["sampling.max_tokens is 0", "at least 1, or 0 with prompt_logprobs"],
+    ),
+    (
+        "max_tokens 0, n",
+        sampling(max_tokens=0, prompt_logprobs=0, n=2),
+        ["sampling.n is 2", "unset with max_tokens 0"],
+    ),
+    (
+        "max_tokens 0, regex",
+        sampling(max_tokens=0, prompt_logprobs=0, regex="a"),
+        ["sampling.regex is 'a'", "unset with max_tokens 0"],
+    ),
+    (
+        "long scored prompt",
+        request(text="x" * 129, sampling={"max_tokens": 0, "prompt_logprobs": 0}),
+        ["prompt", "129", "at most 128", "max_model_len"],
+    ),
     ("max_tokens -1", sampling(max_tokens=-1), ["sampling.max_tokens is -1", "at least 1"]),
     ("temperature < 0", sampling(temperature=-0.5), ["sampling.temperature is -0.5", "0 (greedy)"]),
     ("temperature NaN", sampling(temperature="NaN"), ["sampling.temperature is nan"]),
@@ -80,9 +101,58 @@ BAD_INPUT: list[tuple[str, pb.GenerateRequest, list[str]]] = [
     ("seed < 0", sampling(seed=-1), ["sampling.seed is -1", "0 to 9223372036854775807"]),
     ("n 0", sampling(n=0), ["sampling.n is 0", "1 to 8 (max_requests_per_batch)"]),
     ("n 9", sampling(n=9), ["sampling.n is 9", "1 to 8 (max_requests_per_batch)"]),
-    ("beam_width 0", sampling(beam_width=0), ["sampling.beam_width is 0", "at least 1"]),
-    ("min_tokens -1", sampling(min_tokens=-1), ["sampling.min_tokens is -1", "at least 0"]),
-    ("logprobs -1", sampling(logprobs=-1), ["sampling.logprobs is -1", "at least 0"]),
+    ("beam_width 0", sampling(beam_width=0), ["sampling.beam_width is 0", "1 to 8 (max_requests"]),
+    ("beam_width 9", sampling(beam_width=9), ["sampling.beam_width is 9", "1 to 8 (max_requests"]),
+    ("n > beams", sampling(beam_width=2, n=3), ["sampling.n is 3", "1 to 2 (beam_width)"]),
+    ("length_penalty NaN", sampling(length_penalty="NaN"), ["sampling.length_penalty is nan"]),
+    ("min_tokens -1", sampling(min_tokens=-1), ["sampling.min_tokens is -1", "0 to max_tokens"]),
+    (
+        "min_tokens > max_tokens",
+        sampling(min_tokens=7, max_tokens=6),
+        ["sampling.min_tokens is 7", "at most 6 (max_tokens)"],
+    ),
+    (
+        "min_tokens > context",
+        sampling(min_tokens=124),
+        ["sampling.min_tokens is 124", "at most 123 (what fits beside a prompt of 5)"],
+    ),
+    ("logprobs -1", sampling(logprobs=-1), ["sampling.logprobs is -1", "0 to 128"]),
+    ("logprobs 129", sampling(logprobs=129), ["sampling.logprobs is 129", "0 to 128"]),
+    (
+        "prompt_logprobs 129",
+        sampling(prompt_logprobs=129),
+        ["sampling.prompt_logprobs is 129", "0 to 128"],
+    ),
+    ("speculate -1", sampling(speculate=-1), ["sampling.speculate is -1", "0 to 64"]),
+    ("speculate 65", sampling(speculate=65), ["sampling.speculate is 65", "0 to 64"]),
+    (
+        "bias of no token",
+        sampling(logit_bias={"300": 1}),
+        ["logit_bias is 300", "0 to 299"],
+    ),
+    ("bias of -1", sampling(logit_bias={"-1": 1}), ["sampling.logit_bias is -1", "0 to 299"]),
+    (
+        "bias 101",
+        sampling(logit_bias={"5": 101}),
+        ["logit_bias[5] is 101.0", "-100 to 100"],
+    ),
+    (
+        "bias NaN",
+        sampling(logit_bias={"5": "NaN"}),
+        ["logit_bias[5] is nan", "-100 to 100"],
+    ),
+    ("bias -inf", sampling(logit_bias={"5": "-Infinity"}), ["sampling.logit_bias[5] is -inf"]),
+    ("empty word", sampling(bad_words=["a", ""]), ["sampling.bad_words[1] is ''", "1 to 128 char"]),
+    (
+        "long word",
+        sampling(bad_words=["a" * 129]),
+        ["bad_words[0]", "1 to 128 characters"],
+    ),
+    (
+        "many words",
+        sampling(bad_words=["a"] * 129),
+        ["sampling.bad_words is '129 strings'", "up to 128 strings"],
+    ),
     (
         "repetition_penalty 0",
         sampling(repetition_penalty=0),
@@ -115,17 +185,7 @@ BAD_INPUT: list[tuple[str, pb.GenerateRequest, list[str]]] = [
 ]
 
 LATER: list[tuple[str, pb.GenerateRequest]] = [
-    ("sampling.repetition_penalty", sampling(repetition_penalty=1.1)),
-    ("sampling.frequency_penalty", sampling(frequency_penalty=0.5)),
-    ("sampling.presence_penalty", sampling(presence_penalty=-0.5)),
-    ("sampling.min_tokens", sampling(min_tokens=1)),
-    ("sampling.logit_bias", sampling(logit_bias={"5": 1.0})),
-    ("sampling.bad_words", sampling(bad_words=["x"])),
     ("sampling.beam_width", sampling(beam_width=2)),
-    ("sampling.length_penalty", sampling(length_penalty=0.5)),
-    ("sampling.early_stopping", sampling(early_stopping=True)),
-    ("sampling.logprobs", sampling(logprobs=0)),
-    ("sampling.prompt_logprobs", sampling(prompt_logprobs=3)),
     ("sampling.json_schema", sampling(json_schema="{}")),
     ("sampling.regex", sampling(regex="a")),
     ("sampling.grammar", sampling(grammar="a")),
@@ -154,24 +214,14 @@ def test_what_comes_later_is_refused_by_name(field: str, asked: pb.GenerateReque
         validate(asked, "r", 0, MODEL, 8)
 
 
-def test_every_field_of_sampling_is_accounted_for() -> None:
-    """A field that nobody looks at is ignored without a word."""
-    later = {name.removeprefix("sampling.") for name, _ in LATER}
-    now = {
-        "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop", "stop_token_ids",
-        "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "n",
-    }  # fmt: skip
-    assert {spec.name for spec in pb.SamplingParams.DESCRIPTOR.fields} == now | (later - {"resume"})
-
-
-def test_neutral_values_of_later_fields_pass() -> None:
+def test_neutral_values_pass() -> None:
     """Client libraries fill in neutral values; refusing them would break every such client."""
     submission = validate(
         request(
             sampling={
                 "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0,
                 "min_tokens": 0, "n": 1, "beam_width": 1, "length_penalty": 1,
-                "early_stopping": False, "json_object": False,
+                "early_stopping": False, "json_object": False, "speculate": 0,
             },
             resume={},
             cacheSalt="tenant",
@@ -233,6 +283,139 @@ def test_seed_zero_is_a_seed() -> None:
     largest = (1 << 63) - 1
     assert validate(sampling(seed=str(largest)), "r", 77, MODEL, 8).new.sampling.seed == largest
     assert validate(sampling(), "r", 77, MODEL, 8).new.sampling.seed == 77
+
+
+def test_what_the_scheduler_needs_of_a_request_reaches_it() -> None:
+    """A field that is checked and then forgotten is ignored without a word."""
+    asked = sampling(
+        min_tokens=2, max_tokens=9, logprobs=3, prompt_logprobs=0, speculate=4,
+        logit_bias={"7": -1.5, "5": 100, "6": 0}, frequency_penalty=0.5,
+    )  # fmt: skip
+    new = validate(asked, "r", 0, MODEL, 8).new
+    assert (new.max_tokens, new.speculate, new.prompt_logprobs) == (9, 4, 0)
+    assert (new.sampling.min_tokens, new.sampling.logprobs) == (2, 3)
+    assert new.sampling.logit_bias == ((5, 100.0), (7, -1.5))
+    assert new.sampling.frequency_penalty == 0.5
+    new = validate(request(), "r", 0, MODEL, 8).new
+    assert (new.speculate, new.prompt_logprobs, new.sampling.logprobs) == (0, None, None)
+    assert (new.sampling.min_tokens, new.sampling.logit_bias, new.sampling.bad_words) == (0, (), ())
+
+
+def test_a_request_may_only_score() -> None:
+    """Such a prompt may fill the whole context, as no answer needs a place."""
+    asked = request(text="x" * 128, sampling={"max_tokens": 0, "prompt_logprobs": 2})
+    new = validate(asked, "r", 0, MODEL, 8).new
+    assert (len(new.prompt_token_ids), new.max_tokens, new.prompt_logprobs) == (128, 0, 2)
+
+
+def test_candidates_are_bounded_by_the_vocabulary_and_in_number() -> None:
+    """The worker cannot find more; and scores of a long prompt would fill the memory."""
+    tiny = replace(MODEL, facts=replace(FACTS, vocab_size=120))
+    for field in ("logprobs", "prompt_logprobs"):
+        with pytest.raises(RequestRejected, match=rf"{field} is 121; .*at most 120 \(the vocab"):
+            validate(sampling(**{field: 121}), "r", 0, tiny, 8)
+    long = replace(MODEL, facts=replace(FACTS, max_model_len=20_000, pool_tokens=20_000))
+    asked = {"text": "x" * 10_000, "sampling": {"prompt_logprobs": 104, "max_tokens": 0}}
+    validate(request(**asked), "r", 0, long, 8)
+    asked["sampling"]["prompt_logprobs"] = 105  # type: ignore[index]
+    with pytest.raises(RequestRejected, match=r"105; .*at most 104 for a prompt of 10000 tokens"):
+        validate(request(**asked), "r", 0, long, 8)
+
+
+@pytest.mark.parametrize("limit", [1025, 1024])
+def test_the_number_of_biases_is_bounded(limit: int) -> None:
+    """Each is added at every step."""
+    model = replace(MODEL, facts=replace(FACTS, vocab_size=2000))
+    asked = sampling(logit_bias={str(token_id): 1 for token_id in range(limit)})
+    if limit == 1024:
+        assert len(validate(asked, "r", 0, model, 8).new.sampling.logit_bias) == 1024
+        return
+    with pytest.raises(RequestRejected, match="logit_bias is '1025 tokens'; allowed: up to 1024"):
+        validate(asked, "r", 0, model, 8)
+
+
+def test_bad_words_are_banned_wherever_they_stand() -> None:
+    """In mid-text a word has other tokens than behind a space, and each kind of tokenizer puts the
+    space elsewhere."""
+    rust = byte_level([("e", "n"), ("d", "."), ("Ġ", "en"), ("Ġ", "x")])
+    word = rust.token_to_id
+    spaced = replace(
+        MODEL, tokenizer=Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust)),
+    )  # fmt: skip
+    banned = validate(sampling(bad_words=["end"]), "r", 0, spaced, 8).new.sampling.bad_words
+    assert set(banned) == {(word("en"), word("d")), (word("Ġen"), word("d"))}
+    # who must not say x says no space in front of it either; nor is anything banned twice
+    banned = validate(sampling(bad_words=["y", " y", "zy"]), "r", 0, spaced, 8).new.sampling
+    assert banned.bad_words == ((word("y"),),)
+    banned = validate(sampling(bad_words=["\n", " "]), "r", 0, spaced, 8).new.sampling
+    assert set(banned.bad_words) == {(word("Ċ"),), (word("Ġ"),)}
+    pieces = metaspace()
+    model = replace(MODEL, tokenizer=Tokenizer(wrapped_metaspace()))
+    banned = validate(sampling(bad_words=["the"]), "r", 0, model, 8).new.sampling.bad_words
+    spelled = {tuple(map(pieces.id_to_token, ids)) for ids in banned}
+    assert spelled == {("▁the",), ("t", "h", "e")}
+
+
+def test_a_bad_word_without_tokens_is_named() -> None:
+    """It could never be banned."""
+    rust = TokenizerOfWords(models.BPE({"a": 0}, []))  # drops all other letters
+    model = replace(MODEL, tokenizer=Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust)))
+    with pytest.raises(RequestRejected, match=r"sampling.bad_words\[1\] is 'ü'; .*has tokens for"):
+        validate(
+            pb.GenerateRequest(
+                tokens=pb.TokenIds(ids=[0]), sampling=pb.SamplingParams(bad_words=["a", "ü"])
+            ),
+            "r",
+            0,
+            model,
+            8,
+        )
+
+
+def test_words_that_the_model_bans_stay_banned() -> None:
+    """Its makers keep tokens out of answers that the model was not made to say."""
+    stated = {
+        "bad_words_ids": [[7, 8], [END], [298]], "suppress_tokens": [9, 299], "eos_token_id": END,
+        "sequence_bias": [[[5], 2.0], [[6], -1.0]],
+    }  # fmt: skip
+    model = replace(
+        MODEL, tokenizer=Tokenizer(chat(), stated), facts=replace(FACTS, vocab_size=299)
+    )
+    chosen = validate(request(), "r", 0, model, 8).new.sampling
+    assert chosen.bad_words == ((7, 8), (9,), (298,))
+    assert chosen.logit_bias == ((5, 2.0), (6, -1.0))
+    e = byte_level().token_to_id("e")
+    asked = sampling(bad_words=["e"], logit_bias={"6": 0, "4": 1})
+    chosen = validate(asked, "r", 0, model, 8).new.sampling
+    assert chosen.bad_words == tuple(sorted([(7, 8), (9,), (298,), (e,)]))
+    assert chosen.logit_bias == ((4, 1.0), (5, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("stated", "asked", "want"),
+    [
+        ({"min_new_tokens": 3}, {}, 3),
+        ({"min_new_tokens": 3}, {"max_tokens": 2}, 2),
+        ({"min_new_tokens": 3}, {"min_tokens": 0}, 0),
+        ({"min_length": 9}, {}, 4),
+        ({"min_length": 4}, {}, 0),
+        ({"min_length": 9, "min_new_tokens": 1}, {}, 1),
+    ],
+)
+def test_the_least_length_that_a_model_states(
+    stated: dict[str, int], asked: dict[str, int], want: int
+) -> None:
+    """It is no reason to refuse a request that wants less."""
+    model = replace(MODEL, tokenizer=Tokenizer(chat(), stated))
+    assert validate(sampling(**asked), "r", 0, model, 8).new.sampling.min_tokens == want
+
+
+def test_a_stop_string_waits_for_min_tokens() -> None:
+    """The text must know how many tokens may not end the answer."""
+    (text,) = validate(sampling(stop=["b"], min_tokens=2), "r", 0, MODEL, 8).texts
+    b = byte_level().token_to_id("b")
+    assert [text.push(b), text.push(b), text.push(b)] == ["b", "b", ""]
+    assert text.matched_stop == "b"
 
 
 def test_stop_tokens() -> None:
