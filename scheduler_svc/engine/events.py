@@ -14,6 +14,7 @@ from scheduler_svc.core.request import FinishReason, NewRequest, TokenScore
 from scheduler_svc.errors import ChairliftError, RequestRejected
 
 if TYPE_CHECKING:
+    from scheduler_svc.grammar.matcher import Matcher
     from scheduler_svc.text.text import OutputText
 
 
@@ -25,6 +26,7 @@ class Submission:
     texts: Sequence[OutputText] = ()  # one per sibling; empty: only tokens are wanted
     is_streamed: bool = True  # False: one delta per sibling, at its end
     unsent_text: str = ""  # of a resumed answer, whose tokens its text has read
+    matcher: Matcher | None = None  # of the grammar; each sibling gets a copy
 
 
 @dataclass(slots=True)  # not frozen, which would triple the cost of making one

@@ -12,6 +12,7 @@ second, so the service runs `validate` in a thread, and cheap checks come first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from protos import inference_pb2 as pb
@@ -28,6 +29,8 @@ from scheduler_svc.front.sampling_fields import (
     stop_strings,
 )
 from scheduler_svc.front.served_model import Model
+from scheduler_svc.grammar.constraint import read_constraint
+from scheduler_svc.grammar.matcher import Matcher
 from scheduler_svc.text.text import OutputText
 
 MAX_ID_CHARS: Final = 256  # of request_id and of cache_salt
@@ -46,6 +49,7 @@ def validate(
     check_ranges(asked, max_requests_per_batch)
     _check_together(request)
     _refuse_unsupported(request)
+    constraint = read_constraint(asked)
     stops = stop_strings(asked)
     if len(request.cache_salt) > MAX_ID_CHARS:
         raise RequestRejected("cache_salt", request.cache_salt, f"up to {MAX_ID_CHARS} characters")
@@ -53,6 +57,11 @@ def validate(
     prompt = prompt_token_ids(request, model)
     max_tokens = _max_tokens(asked, len(prompt), model.facts)
     sampling = sampling_of(asked, drawn_seed, model, len(prompt), max_tokens)
+    matcher = None
+    if constraint is not None:  # EOS is how a grammar ends an answer
+        matcher = Matcher(model.grammars.compile(constraint), asked.ignore_eos)
+        ends = sampling.stop_token_ids.union(model.tokenizer.eos_token_ids)
+        sampling = replace(sampling, stop_token_ids=ends)
     skips_special = given_or(asked, "skip_special_tokens", True)
     decoder, pieces = model.tokenizer.decoder(skips_special), model.tokenizer.pieces(skips_special)
     hidden = _hidden_tokens(stops, model) if skips_special else {}
@@ -79,8 +88,9 @@ def validate(
         n=n,
         speculate=given_or(asked, "speculate", 0),
         prompt_logprobs=prompt_candidates(asked, model.facts, len(prompt)),
+        is_constrained=matcher is not None,
     )
-    return Submission(new, texts, is_streamed)
+    return Submission(new, texts, is_streamed, matcher=matcher)
 
 
 def check_request_id(request_id: str) -> None:
@@ -127,10 +137,8 @@ def constraint_of(asked: pb.SamplingParams) -> str:
 def _refuse_unsupported(request: pb.GenerateRequest) -> None:
     """Raises NotImplementedYet for what is still to come."""
     asked = request.sampling
-    constraint = constraint_of(asked)
     wanted = {
         "sampling.beam_width": asked.beam_width > 1,
-        f"sampling.{constraint}": constraint != "",
         "resume": bool(request.resume.output_token_ids or request.resume.text_length),
     }
     if any(wanted.values()):
