@@ -17,7 +17,7 @@ from typing import Final
 from scheduler_svc.grammar.limits import TRIAL_CPU_SECONDS
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-ANSWER_SECONDS: Final = 5.0  # a trial is killed long before, unless the machine stands still
+ANSWER_SECONDS: Final = 30.0  # the process may still be starting; a trial is killed long before
 TOO_COSTLY: Final = (
     f"it takes more than {TRIAL_CPU_SECONDS:g} s of processor time, or too much memory"
 )
@@ -34,36 +34,34 @@ class TrialProcess:
 
     def why_refused(self, grammar: str) -> str | None:
         """Why the grammar may not be compiled here; None if it may."""
+        for _ in range(2):
+            answer = self._try(grammar)
+            if answer.strip():
+                reason: str | None = json.loads(answer)
+                return reason
+            if answer:
+                return TOO_COSTLY
+            self.close()  # no trial began: the process was killed from outside
+        raise RuntimeError("the process that tries grammars does not work; see the log")
+
+    def _try(self, grammar: str) -> bytes:
+        """What a trial says, as trial_process.py describes it; nothing if none began."""
         ours, theirs = socket.socketpair()
-        with ours:
+        answer = b""
+        with ours, theirs, contextlib.suppress(OSError):  # the trial or its process was killed
             ours.settimeout(ANSWER_SECONDS)
-            with theirs:
-                self._hand_over(theirs)
-            answer = b""
-            with contextlib.suppress(OSError):  # the trial was killed, or does not answer
-                ours.sendall(grammar.encode())
-                ours.shutdown(socket.SHUT_WR)
-                while received := ours.recv(1 << 16):
-                    answer += received
-        try:
-            reason: str | None = json.loads(answer)
-        except ValueError:
-            return TOO_COSTLY
-        return reason
+            with self._lock:
+                socket.send_fds(self._start(), [b"."], [theirs.fileno()])
+            theirs.close()
+            ours.sendall(grammar.encode())
+            ours.shutdown(socket.SHUT_WR)
+            while received := ours.recv(1 << 16):
+                answer += received
+        return answer
 
     def close(self) -> None:
         with self._lock:
             self._end()
-
-    def _hand_over(self, conversation: socket.socket) -> None:
-        """Restarts the process if it has ended; it was killed from outside."""
-        with self._lock:
-            for _ in range(2):
-                with contextlib.suppress(OSError):
-                    socket.send_fds(self._start(), [b"."], [conversation.fileno()])
-                    return
-                self._end()
-        raise RuntimeError("the process that tries grammars does not start; see the log")
 
     def _start(self) -> socket.socket:
         if self._control is None:

@@ -7,8 +7,8 @@ is built once, before the first fork.
 
 Standard input is a socket from the scheduler. First comes the setup: its length in 8 bytes, then
 JSON. After that each message is one end of a socket pair, over which a trial is held: the grammar
-comes in, and JSON goes out, null or the reason for refusing it. Nothing goes out if the fork was
-killed. The process ends when the socket is closed, as it is when the scheduler dies.
+comes in, and a space and JSON go out, null or the reason for refusing it; the space alone if the
+fork was killed. The process ends when the socket is closed, as it is when the scheduler dies.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the scheduler, which ends this
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended forks need no wait
     control = socket.socket(fileno=os.dup(0))
-    with control.makefile("rb") as setup_file:
-        setup = json.loads(setup_file.read(int.from_bytes(setup_file.read(8), "big")))
-    tokenizer = build_tokenizer(*setup)
+    length = int.from_bytes(control.recv(8, socket.MSG_WAITALL), "big")
+    tokenizer = build_tokenizer(*json.loads(control.recv(length, socket.MSG_WAITALL)))
     while True:
         _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not descriptors:
@@ -56,6 +55,7 @@ def _hold(conversation: socket.socket, tokenizer: LLTokenizer) -> NoReturn:
     """A trial, in a fork."""
     try:
         _limit()
+        conversation.sendall(b" ")
         with conversation.makefile("rb") as received:
             grammar = received.read().decode()
         conversation.sendall(json.dumps(why_refused(grammar, tokenizer)).encode())
