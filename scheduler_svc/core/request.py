@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from protos.plan import Int32
 from protos.sampling import SamplerParameters
+from scheduler_svc.core.drafting import Drafter
 
 NO_ROW: Final = -1
 
@@ -135,6 +136,7 @@ class Request:
     hit: Hit | None = None  # last result of the prefix-cache search
     swapped: Swapped | None = None  # set while it is offloaded
     drafts: tuple[int, ...] = ()  # draft tokens behind token_ids, to verify
+    drafter: Drafter | None = None
     num_drafted: int = 0  # draft tokens verified so far
     num_accepted: int = 0  # of these, those that were right
     scores: list[TokenScore] = field(default_factory=list)  # of output tokens, if asked for

@@ -112,7 +112,6 @@ class State:
     def submit(self, new: NewRequest) -> list[Request]:
         """Queues a request; returns it and its siblings."""
         assert new.request_id not in self.requests, f"request {new.request_id} is live already"
-        assert not (new.speculate and self.holds_ended), "a static batch verifies no drafts"
         assert new.n == 1 or new.max_tokens, f"n is {new.n} with max_tokens 0; allowed: 1"
         first = Request(
             request_id=new.request_id,
@@ -123,7 +122,7 @@ class State:
             sampling=new.sampling,
             priority=new.priority,
             cache_salt=new.cache_salt,
-            speculate=new.speculate,
+            speculate=0 if self.holds_ended else new.speculate,  # a static batch verifies nothing
             prompt=np.array(new.prompt_token_ids, np.int32),
         )
         if self.limits.allow_block_sharing and self.memory.groups:

@@ -74,6 +74,7 @@ def validate(
         priority=request.priority,
         cache_salt=request.cache_salt,
         n=n,
+        speculate=_or(asked, "speculate", 0),
     )
     return Submission(new, texts, is_streamed)
 
