@@ -70,6 +70,8 @@ class Counters:
     soft_resets: int = 0
     offloads: int = 0
     restores: int = 0
+    drafted: int = 0  # draft tokens verified
+    accepted: int = 0  # of these, those that were right
 
 
 class State:

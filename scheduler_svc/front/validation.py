@@ -74,7 +74,6 @@ def validate(
         priority=request.priority,
         cache_salt=request.cache_salt,
         n=n,
-        speculate=_or(asked, "speculate", 0),
     )
     return Submission(new, texts, is_streamed)
 

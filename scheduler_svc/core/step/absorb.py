@@ -107,6 +107,8 @@ def _verify(
         num_rejected = len(sampled) - num_accepted
         request.num_drafted += len(draft)
         request.num_accepted += num_accepted - 1
+        state.counters.drafted += len(draft)
+        state.counters.accepted += num_accepted - 1
         is_accepted[begin + num_accepted : begin + len(sampled)] = False
         ends[place] -= num_rejected
         row = int(step.rows[place])
