@@ -14,6 +14,7 @@ from client.answers import (
     Usage,
 )
 from client.blocking import Chairlift, TokenStream
+from client.chat_messages import ChatMessage, ToolCall
 from client.errors import (
     Cancelled,
     ChairliftError,
@@ -29,7 +30,7 @@ from client.errors import (
     Unavailable,
     Unreachable,
 )
-from client.messages import ChatMessage, SamplingOptions
+from client.messages import GenerateOptions, SamplingOptions
 
 __all__ = [
     "Answer",
@@ -43,6 +44,7 @@ __all__ = [
     "DeadlineExceeded",
     "Delta",
     "DuplicateRequest",
+    "GenerateOptions",
     "InvalidRequest",
     "NotFound",
     "NotImplementedYet",
@@ -54,6 +56,7 @@ __all__ = [
     "Timing",
     "TokenLogprobs",
     "TokenStream",
+    "ToolCall",
     "Unauthenticated",
     "Unavailable",
     "Unreachable",

@@ -19,24 +19,20 @@ from typing import Any, Self, Unpack
 
 import grpc
 
-from client.answers import Answer, Completion, Delta, Started, Transcript, Usage, with_siblings
+from client.answers import Answer, Completion, Delta, Started, Usage, with_siblings
+from client.calls import Calls
+from client.chat_messages import Chat, ChatOptions
 from client.connection import (
     DEFAULT_ADDRESS,
     MAX_DEADLINE_SECONDS,
     READY_POLL_SECONDS,
     READY_SECONDS,
-    Responses,
     open_channel,
 )
-from client.errors import DeadlineExceeded, Unavailable, from_rpc_error
-from client.messages import (
-    Chat,
-    Prompt,
-    SamplingOptions,
-    generate_request,
-    message,
-    tokenize_request,
-)
+from client.errors import ChairliftError, DeadlineExceeded, Unavailable, from_rpc_error
+from client.fields import message
+from client.messages import GenerateOptions, Prompt, generate_request, tokenize_request
+from client.resuming import DEFAULT_RETRIES, Course, Leg
 from protos import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 
@@ -44,25 +40,54 @@ class TokenStream(Iterator[Delta]):
     """The deltas of one request as they arrive; everything received so far stays readable.
 
     The request is already running. Leaving early cancels it: by `cancel()`, at the end of its
-    `with` block, or when the stream is dropped (a `break` out of the loop).
+    `with` block, or when the stream is dropped (a `break` out of the loop). If the server is
+    lost, the stream waits and goes on: client/resuming.py says how.
     """
 
-    def __init__(self, call: Any, owner: Chairlift) -> None:
-        self._responses = Responses(call)
+    def __init__(
+        self,
+        owner: Chairlift,
+        request: inference_pb2.GenerateRequest,
+        retries: int,
+        timeout: float | None,
+    ) -> None:
         self._owner = owner  # keeps the connection alive while the stream is read
-        self._transcript = Transcript()
+        self._calls = Calls()
+        self._error: ChairliftError | None = None
+        deadline = None if timeout is None else monotonic() + timeout
+        self._course = Course(request, retries, deadline)
+        self._transcript = self._course.transcript
+        self._call(self._course.first())
 
     def __next__(self) -> Delta:
-        delta = None
-        while delta is None:
-            try:
-                response = self._responses.read()
-            except grpc.RpcError as error:
-                raise from_rpc_error(error, self._owner.address) from None
-            if response is None:
-                raise StopIteration
-            delta = self._transcript.absorb(response)
-        return delta
+        if self._error is not None:
+            raise self._error
+        try:
+            while (arrival := self._calls.read()) is not None:
+                if arrival.error is not None:
+                    error = from_rpc_error(arrival.error, self._owner.address)
+                    self._carry_on(arrival.leg, error)
+                elif arrival.response is not None:
+                    delta = self._course.absorb(arrival.leg, arrival.response)
+                    if delta is not None:
+                        return delta
+        except ChairliftError as error:
+            self._error = error
+            self._calls.cancel()
+            raise
+        raise StopIteration
+
+    def _carry_on(self, leg: Leg, error: ChairliftError) -> None:
+        seconds, legs = self._course.after(leg, error, monotonic())
+        if legs:
+            self._calls.pause(seconds)
+        for successor in legs:
+            self._call(successor)
+
+    def _call(self, leg: Leg) -> None:
+        timeout = self._course.remaining(monotonic())
+        call = self._owner._inference.Generate(leg.request, timeout=timeout)
+        self._calls.add(leg, call)
 
     def __enter__(self) -> Self:
         return self
@@ -75,7 +100,7 @@ class TokenStream(Iterator[Delta]):
 
     def cancel(self) -> None:
         """Aborts the request and ends iteration. Does nothing once the request has ended."""
-        self._responses.cancel()
+        self._calls.cancel()
 
     @property
     def started(self) -> Started | None:
@@ -115,8 +140,10 @@ class TokenStream(Iterator[Delta]):
 class Chairlift:
     """A connection to one server. Nothing is sent before the first call.
 
-    `timeout` (seconds) is the default deadline of every call; None means no deadline. `address` is
-    a gRPC target: "host:port", "dns:///host:port" or "unix:path".
+    `timeout` (seconds) is the default deadline of every call; None means no deadline. `retries`
+    bounds how often in a row a request is tried again, or resumed, without success while the server
+    is away or full, with pauses that grow to 5 s; 0 makes the first loss an error. `address` is a
+    gRPC target: "host:port", "dns:///host:port" or "unix:path".
     """
 
     def __init__(
@@ -124,10 +151,12 @@ class Chairlift:
         address: str = DEFAULT_ADDRESS,
         *,
         timeout: float | None = None,
+        retries: int = DEFAULT_RETRIES,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self.address = address
         self.timeout = timeout
+        self.retries = retries
         self._channel = open_channel(address, credentials)
         self._inference: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._admin: Any = admin_pb2_grpc.AdminStub(self._channel)
@@ -150,20 +179,21 @@ class Chairlift:
         priority: int | None = None,
         cache_salt: str = "",
         timeout: float | None = None,
-        **sampling: Unpack[SamplingOptions],
+        retries: int | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> TokenStream:
         """Sends a request at once, before the stream is first read, and streams its deltas.
 
-        `prompt` is text, token ids, or chat messages (ChatMessage, or mappings with role and
-        content), to which the model's chat template is applied. A `request_id` must not be the id
-        of a live request; lower `priority` runs first; requests share cached prefixes only under
-        the same `cache_salt`. TypeError or ValueError if an argument does not fit its field.
+        `prompt` is text, token ids, or chat messages (ChatMessage, or mappings in the shape of
+        OpenAI's API), to which the model's chat template is applied. A `request_id` must not be the
+        id of a live request; lower `priority` runs first; requests share cached prefixes only under
+        the same `cache_salt`. `timeout` covers the whole answer, with all its retries. TypeError or
+        ValueError if an argument does not fit its field.
         """
         request = generate_request(
-            prompt, sampling, request_id=request_id, priority=priority, cache_salt=cache_salt
+            prompt, options, request_id=request_id, priority=priority, cache_salt=cache_salt
         )
-        call = self._inference.Generate(request, timeout=self._deadline(timeout))
-        return TokenStream(call, self)
+        return self._stream(request, retries, timeout)
 
     def complete(
         self,
@@ -173,7 +203,8 @@ class Chairlift:
         priority: int | None = None,
         cache_salt: str = "",
         timeout: float | None = None,
-        **sampling: Unpack[SamplingOptions],
+        retries: int | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Answer:
         """The whole answer in one message; arguments as in `generate`.
 
@@ -181,14 +212,22 @@ class Chairlift:
         """
         request = generate_request(
             prompt,
-            sampling,
+            options,
             request_id=request_id,
             priority=priority,
             cache_salt=cache_salt,
             stream=False,
         )
-        call = self._inference.Generate(request, timeout=self._deadline(timeout))
-        return with_siblings(TokenStream(call, self).answers())
+        return with_siblings(self._stream(request, retries, timeout).answers())
+
+    def _stream(
+        self,
+        request: inference_pb2.GenerateRequest,
+        retries: int | None,
+        timeout: float | None,
+    ) -> TokenStream:
+        retries = self.retries if retries is None else retries
+        return TokenStream(self, request, retries, self._deadline(timeout))
 
     def abort(self, *request_ids: str, timeout: float | None = None) -> list[str]:
         """Ends live requests of any client with finish_reason "abort"; returns the ids that were
@@ -202,9 +241,10 @@ class Chairlift:
         *,
         add_special_tokens: bool | None = None,
         timeout: float | None = None,
+        **options: Unpack[ChatOptions],
     ) -> list[int]:
         """Token ids of a text, or of chat messages under the model's chat template."""
-        request = tokenize_request(prompt, add_special_tokens)
+        request = tokenize_request(prompt, add_special_tokens, options)
         return list((self._call(self._inference.Tokenize, request, timeout)).token_ids)
 
     def detokenize(

@@ -1,7 +1,7 @@
 """Derives the blocking client from the asyncio one: `python client/make_blocking.py`.
 
 Text substitution is enough because client/aio.py keeps to a narrow style: what differs in more
-than keywords and names is in client/connection.py, in both forms. The package unasync would leave
+than keywords and names is in client/calls.py, in both forms. The package unasync would leave
 the docstrings asynchronous, and brings setuptools along.
 """
 
