@@ -61,6 +61,7 @@ class Settings(argparse.Namespace):
     compare_threads: int
     warm: bool  # keep the prefix cache
     gather: bool  # see replay
+    speculate: int
     slo_ttft: float | None
     slo_tpot: float | None
     slo_e2e: float | None
@@ -132,7 +133,13 @@ async def _run(
     num_tokens = sum(request.max_new for request in requests)
     with Progress(f"chairlift, {title}", len(requests), num_tokens, sys.stderr) as progress:
         return await replay(
-            chairlift, requests, times, progress.advance, turn, gathers=settings.gather
+            chairlift,
+            requests,
+            times,
+            progress.advance,
+            turn,
+            gathers=settings.gather,
+            speculate=settings.speculate,
         )
 
 
