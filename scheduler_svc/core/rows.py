@@ -15,7 +15,7 @@ from typing import Final, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from protos.plan import Arrays, Int32
+from protos.plan import NO_CANDIDATES, Arrays, Int32
 from protos.sampling import SAMPLER_FIELDS
 from scheduler_svc.core.request import NO_ROW, Request
 from scheduler_svc.core.seeds import streams
@@ -65,8 +65,8 @@ class Rows:
         # [N] tokens to compute in all: the last sample needs no KV; 0 for a row that awaits its
         # fork or has ended
         self.goal = np.zeros(num_rows, np.int32)
-        self.num_drafts = np.zeros(num_rows, np.int32)  # [N] draft tokens to verify
-        self.speculates = np.zeros(num_rows, np.bool_)  # [N] never planned ahead
+        self.num_drafts = np.zeros(num_rows, np.int32)  # [N] draft tokens to verify, or in flight
+        self.awaits_drafts = np.zeros(num_rows, np.bool_)  # [N] to be drafted once all is known
         self.last_token = np.zeros(num_rows, np.int32)  # [N] token_ids[-1]
         self.is_decoding = np.zeros(num_rows, np.bool_)  # [N] all known tokens are scheduled
         self.is_finished = np.zeros(num_rows, np.bool_)  # [N] ended, but a plan names the row
@@ -78,6 +78,14 @@ class Rows:
         self.generation = np.zeros(num_rows, np.int32)  # [N] number of past tenants
         self.published = np.zeros(num_rows, np.int32)  # [N] pages named in the prefix cache
         self.num_speculating = 0  # rows
+
+        # What few requests ask for. A step of rows without any of it costs nothing more.
+        self.num_candidates = np.full(num_rows, NO_CANDIDATES, np.int32)  # [N] of log probabilities
+        self.scores_prompt = np.zeros(num_rows, np.bool_)  # [N]
+        self.is_constrained = np.zeros(num_rows, np.bool_)  # [N] a mask comes for each sample
+        self.has_penalties = np.zeros(num_rows, np.bool_)  # [N]
+        self.has_biases = np.zeros(num_rows, np.bool_)  # [N]
+        self.num_special = 0  # rows that ask for any of these
 
         self.sampling = SamplingColumns(  # [N]
             np.zeros(num_rows, np.uint64),
@@ -115,19 +123,25 @@ class Rows:
         self.sampling_of.forget()
         self.tenants.forget()
         for cleared in (
-            self.computed, self.outstanding, self.num_drafts, self.is_decoding, self.is_finished,
-            self.awaits_fork, self.is_tainted, self.num_in_flight, self.published,
+            self.computed, self.outstanding, self.num_drafts, self.awaits_drafts, self.is_decoding,
+            self.is_finished, self.awaits_fork, self.is_tainted, self.num_in_flight, self.published,
         ):  # fmt: skip
             cleared[row] = 0
         self.known[row] = len(request.token_ids)
         self.limit[row] = request.max_total_tokens
         self.goal[row] = max(request.max_total_tokens - 1, request.num_prompt_tokens)
-        self.speculates[row] = request.speculate > 0
         self.num_speculating += request.speculate > 0
         self.last_token[row] = request.token_ids[-1]
         self.will_fork[row] = bool(request.siblings)
-        self.has_siblings[row] = bool(request.siblings) or request.index > 0
+        self.has_siblings[row] = bool(request.siblings)
         sampling = request.sampling
+        self.num_special += _is_special(request)
+        wanted = sampling.logprobs
+        self.num_candidates[row] = NO_CANDIDATES if wanted is None else wanted
+        self.scores_prompt[row] = request.num_unscored > 0
+        self.is_constrained[row] = request.is_constrained
+        self.has_penalties[row] = sampling.has_penalties
+        self.has_biases[row] = sampling.has_biases
         for name, column in self.sampling.parameters.items():
             column[row] = getattr(sampling, name)
         self.sampling.streams[row] = streams(
@@ -141,6 +155,7 @@ class Rows:
     def await_fork(self, row: int) -> None:
         """Marks the tenant as a sibling whose shared prompt is not computed yet."""
         self.awaits_fork[row] = True
+        self.has_siblings[row] = True
         self.goal[row] = 0
 
     def finish(self, row: int) -> None:
@@ -154,6 +169,7 @@ class Rows:
         row = request.row
         del self.running[row]
         self.num_speculating -= request.speculate > 0
+        self.num_special -= _is_special(request)
         self.generation[row] += 1  # plans in flight mean the old tenant
         self._order = None
         self._free.append(row)
@@ -165,21 +181,28 @@ class Rows:
         that may be scheduled; 0 or less if none. [n]"""
         num_tokens: Int32 = np.minimum(self.known[rows] + self.outstanding[rows], self.goal[rows])
         num_tokens -= self.computed[rows]
-        if self.num_speculating:  # a verifying row continues from the verdict
-            num_tokens[self.is_verifying(rows)] = 0
+        if self.num_speculating:
+            num_tokens[self._is_held(rows)] = 0
         return num_tokens
 
     def is_ending(self, rows: Int32) -> npt.NDArray[np.bool_]:
         """Whether rows compute no more: ended, or ending with the plans in flight. [n]"""
         is_ending: npt.NDArray[np.bool_] = self.to_compute(rows) <= 0
         if self.num_speculating:
-            is_ending &= ~self.is_verifying(rows)
+            is_ending &= ~self._is_held(rows)
         return is_ending
 
     def is_verifying(self, rows: Int32 | int) -> npt.NDArray[np.bool_]:
         """Whether rows wait for the verdict on draft tokens. [n]"""
-        is_verifying: npt.NDArray[np.bool_] = self.speculates[rows] & (self.outstanding[rows] > 0)
-        return is_verifying & ~self.is_finished[rows]
+        is_verifying: npt.NDArray[np.bool_] = self.num_drafts[rows] > 0
+        return is_verifying & (self.outstanding[rows] > 0)
+
+    def _is_held(self, rows: Int32) -> npt.NDArray[np.bool_]:
+        """Whether rows are not planned ahead: they continue from the verdict on drafts, or will
+        probably draft behind their outstanding tokens. [n]"""
+        may_draft = self.awaits_drafts[rows] & ~self.is_finished[rows]
+        is_held: npt.NDArray[np.bool_] = may_draft & (self.outstanding[rows] > 0)
+        return is_held | self.is_verifying(rows)
 
     def _gather_sampling(self, rows: Int32) -> SamplingColumns:
         parameters = {name: column[rows] for name, column in self.sampling.parameters.items()}
@@ -192,3 +215,15 @@ class Rows:
         """Whether these tokens may be stop tokens of their rows; the request decides. [n]"""
         is_stop: npt.NDArray[np.bool_] = (self.stop_ids[:, rows] == token_ids).any(axis=0)
         return is_stop | self.has_more_stops[rows]
+
+
+def _is_special(request: Request) -> bool:
+    """Whether its plans hold more than tokens and the sampler's parameters."""
+    sampling = request.sampling
+    return (
+        sampling.logprobs is not None
+        or request.prompt_logprobs is not None
+        or request.is_constrained
+        or sampling.has_penalties
+        or sampling.has_biases
+    )
