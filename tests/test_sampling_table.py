@@ -83,9 +83,10 @@ def on_device(sampling: dict[str, float], stated: dict[str, float]) -> dict[str,
     plan = decode_plan(planned.step_id, False, counts, buffer)
     group = CacheGroup(FULL_ATTENTION, (0,), 0, 1)
     inputs = prepare_inputs(plan, [group], 16, row_shape(5, 1, 1, 5, 1))
-    device = InputBuffer(Capacity(8, 8, 8, 8, 8, 1), torch.device("cpu"))
+    device = InputBuffer(Capacity(8, 8, 8, 8, 8, 1, 8), torch.device("cpu"))
     device.write(plan, inputs, FACTS.vocab_size)
-    return {name: tensor.tolist() for name, tensor in device.samples().parameters.items()}
+    (samples,) = device.samples().slices
+    return {name: tensor.tolist() for name, tensor in samples.samples.parameters.items()}
 
 
 def test_every_parameter_reaches_the_device() -> None:
