@@ -103,6 +103,8 @@ FLOORS = {
         ("__main__",),
     ),
     "scheduler_svc.core": (
+        ("prompt_lookup",),
+        ("drafting",),
         ("limits", "request", "seeds", "step_time"),
         ("memory", "pending", "policies", "rows", "suspects"),
         ("state",),
