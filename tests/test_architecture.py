@@ -103,9 +103,11 @@ FLOORS = {
         ("__main__",),
     ),
     "scheduler_svc.core": (
-        ("limits", "request", "seeds", "step_time"),
-        ("memory", "pending", "policies", "rows", "suspects"),
+        ("biases", "history", "limits", "seeds", "step_time"),
+        ("request",),
+        ("memory", "pending", "policies", "reports", "rows", "suspects"),
         ("state",),
+        ("sample_context",),
         ("check", "pack", "step", "wedge"),
         ("scheduler",),
     ),

@@ -16,7 +16,6 @@ from protos.sampling import (
     REQUEST_FIELDS,
     SAMPLER_FIELDS,
     SAMPLING_FIELDS,
-    UNSUPPORTED_FIELDS,
     SamplingField,
 )
 from scheduler_svc.core.limits import Limits
@@ -46,9 +45,7 @@ def test_the_table_is_the_api() -> None:
         if field.type in numbers and not field.is_repeated
     }
     assert found == {name: entry.dtype for name, entry in SAMPLING_FIELDS.items()}
-    assert len(SAMPLING_FIELDS) == sum(
-        map(len, (SAMPLER_FIELDS, REQUEST_FIELDS, UNSUPPORTED_FIELDS))
-    )
+    assert len(SAMPLING_FIELDS) == len(SAMPLER_FIELDS) + len(REQUEST_FIELDS)
 
 
 @pytest.mark.parametrize("name", SAMPLING_FIELDS)
@@ -86,9 +83,10 @@ def on_device(sampling: dict[str, float], stated: dict[str, float]) -> dict[str,
     plan = decode_plan(planned.step_id, False, counts, buffer)
     group = CacheGroup(FULL_ATTENTION, (0,), 0, 1)
     inputs = prepare_inputs(plan, [group], 16, row_shape(5, 1, 1, 5, 1))
-    device = InputBuffer(Capacity(8, 8, 8, 8, 8, 1), torch.device("cpu"))
+    device = InputBuffer(Capacity(8, 8, 8, 8, 8, 1, 8), torch.device("cpu"))
     device.write(plan, inputs, FACTS.vocab_size)
-    return {name: tensor.tolist() for name, tensor in device.samples().parameters.items()}
+    (samples,) = device.samples().slices
+    return {name: tensor.tolist() for name, tensor in samples.samples.parameters.items()}
 
 
 def test_every_parameter_reaches_the_device() -> None:
@@ -96,28 +94,30 @@ def test_every_parameter_reaches_the_device() -> None:
     wanted = {name: unlike_neutral(entry) for name, entry in SAMPLER_FIELDS.items()}
     as_lists = {name: [value] for name, value in wanted.items()}
     assert on_device(wanted, {}) == as_lists
-    stated = {entry.config_key: wanted[name] for name, entry in SAMPLER_FIELDS.items()}
-    assert on_device({}, stated) == as_lists
-    assert on_device({}, {}) == {name: [e.neutral] for name, e in SAMPLER_FIELDS.items()}
+    neutral = {name: [entry.neutral] for name, entry in SAMPLER_FIELDS.items()}
+    keys = {name: entry.config_key for name, entry in SAMPLER_FIELDS.items() if entry.config_key}
+    stated = {key: wanted[name] for name, key in keys.items()}
+    assert on_device({}, stated) == neutral | {name: as_lists[name] for name in keys}
+    assert on_device({}, {}) == neutral
 
 
 EXTENDED = """
 from dataclasses import dataclass
 from protos import sampling
 
-entry = sampling.UNSUPPORTED_FIELDS.pop("repetition_penalty")
+entry = sampling.REQUEST_FIELDS.pop("length_penalty")  # a field of the API, as must be
 
 @dataclass(frozen=True, slots=True)
 class Extended(sampling.SamplerParameters):
-    repetition_penalty: float = sampling._parameter(entry)
+    length_penalty: float = sampling._parameter(entry)
 
 sampling.SamplerParameters = Extended
-sampling.SAMPLER_FIELDS["repetition_penalty"] = entry
+sampling.SAMPLER_FIELDS["length_penalty"] = entry
 
 from tests.test_sampling_table import on_device, test_every_parameter_reaches_the_device
 
 test_every_parameter_reaches_the_device()
-assert on_device({"repetition_penalty": 1.5}, {})["repetition_penalty"] == [1.5]
+assert on_device({"length_penalty": 1.5}, {})["length_penalty"] == [1.5]
 """
 
 

@@ -24,7 +24,7 @@ from client.bench.replay import replay
 from client.bench.result import Result
 from client.bench.synthetic import Lengths, Recipe, make_requests
 from client.bench.workload import WorkloadRequest, read_workload
-from client.messages import as_dict
+from client.fields import as_dict
 from client.processes.launch import LaunchError
 from client.processes.local_server import LocalServer
 from client.terminal.streams import print_error
@@ -140,7 +140,9 @@ async def _run(
 async def _connection(settings: Settings) -> AsyncIterator[AsyncChairlift]:
     """A connection to the given server, or to one that is started and stopped here."""
     if not settings.serve:
-        async with AsyncChairlift(settings.address, timeout=settings.timeout) as chairlift:
+        async with AsyncChairlift(
+            settings.address, timeout=settings.timeout, retries=0
+        ) as chairlift:
             yield chairlift
         return
     print_error("starting a server")
@@ -148,7 +150,9 @@ async def _connection(settings: Settings) -> AsyncIterator[AsyncChairlift]:
     with tempfile.TemporaryFile() if path is None else path.open("w+b") as log:
         server = LocalServer(settings.server_options, log)
         try:
-            async with AsyncChairlift(server.address, timeout=settings.timeout) as chairlift:
+            async with AsyncChairlift(
+                server.address, timeout=settings.timeout, retries=0
+            ) as chairlift:
                 if not await server.is_ready(
                     chairlift, lambda why: print_error(f"waiting ({why})")
                 ):

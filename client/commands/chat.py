@@ -8,9 +8,10 @@ import sys
 from typing import Any
 
 from client.blocking import Chairlift
+from client.chat_messages import ChatMessage
 from client.commands.options import add_sampling_options, add_server_options, sampling_options
 from client.errors import ChairliftError
-from client.messages import ChatMessage, SamplingOptions
+from client.messages import GenerateOptions
 from client.terminal.streams import print_error, printable, why_not_text
 
 
@@ -41,7 +42,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         return _converse(chairlift, options.system, sampling)
 
 
-def _converse(chairlift: Chairlift, system: str | None, sampling: SamplingOptions) -> int:
+def _converse(chairlift: Chairlift, system: str | None, sampling: GenerateOptions) -> int:
     start = [ChatMessage("system", system)] if system is not None else []
     history = list(start)
     while True:
@@ -67,7 +68,7 @@ def _converse(chairlift: Chairlift, system: str | None, sampling: SamplingOption
 
 
 def _answer(
-    chairlift: Chairlift, history: list[ChatMessage], sampling: SamplingOptions
+    chairlift: Chairlift, history: list[ChatMessage], sampling: GenerateOptions
 ) -> str | None:
     """Streams the answer; returns the part that was shown, also after Ctrl-C. None on an error."""
     shown: list[str] = []

@@ -11,7 +11,7 @@ from typing import Any
 from client.blocking import Chairlift
 from client.commands.options import add_server_options
 from client.errors import ChairliftError, Unreachable
-from client.messages import as_dict
+from client.fields import as_dict
 from client.terminal.streams import printable
 from protos import admin_pb2, inference_pb2
 

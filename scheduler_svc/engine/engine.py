@@ -224,7 +224,7 @@ class Engine:
         family = self._scheduler.submit(new)
         texts: Sequence[Any] = submission.texts or [None] * len(family)
         for request, text in zip(family, texts, strict=True):
-            self._answers.add(request, text, submission.is_streamed)
+            self._answers.add(request, text, submission.is_streamed, submission.unsent_text)
         self._is_checked = False
 
     def _check_new(self, submission: Submission) -> None:

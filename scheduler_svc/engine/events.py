@@ -24,6 +24,7 @@ class Submission:
     new: NewRequest
     texts: Sequence[OutputText] = ()  # one per sibling; empty: only tokens are wanted
     is_streamed: bool = True  # False: one delta per sibling, at its end
+    unsent_text: str = ""  # of a resumed answer, whose tokens its text has read
 
 
 @dataclass(slots=True)  # not frozen, which would triple the cost of making one

@@ -29,8 +29,10 @@ def prompt_token_ids(
 
     A prompt that is far too long is refused before all of it is tokenised or copied.
     """
-    is_generate = isinstance(request, pb.GenerateRequest)
-    limit = _prompt_limit(model.facts) if is_generate else _conversion_limit(model.facts)
+    limit = _conversion_limit(model.facts)
+    if isinstance(request, pb.GenerateRequest):
+        asked = request.sampling
+        limit = _prompt_limit(model.facts, asked.HasField("max_tokens") and asked.max_tokens == 0)
     kind = request.WhichOneof("prompt")
     match kind:
         case "text":
@@ -93,8 +95,10 @@ def prompt_bytes(request: pb.GenerateRequest | pb.TokenizeRequest) -> int:
             return 0
 
 
-def _prompt_limit(facts: ModelFacts) -> TokenLimit:
+def _prompt_limit(facts: ModelFacts, is_scored_only: bool) -> TokenLimit:
     longest, bound = longest_request(facts.max_model_len, facts.pool_tokens)
+    if is_scored_only:
+        return TokenLimit(longest, f": {bound}")
     return TokenLimit(longest - 1, f": {bound}, and the answer needs one")
 
 

@@ -72,7 +72,7 @@ class ControlTokens:
         spelled, texts = rest[::2], rest[1::2]
         as_text = {text: self._as_text(text, encode_all) for text in set(spelled) if text}
         (ids,) = encode_all([first])
-        for text, after in zip(spelled, _encode_middles(texts, encode_all), strict=True):
+        for text, after in zip(spelled, encode_middles(texts, encode_all), strict=True):
             ids += as_text.get(text or "", [])
             ids += after
         return ids
@@ -80,7 +80,7 @@ class ControlTokens:
     def _as_text(self, token: str, encode_all: EncodeAll) -> list[int]:
         """Ids of a control token's spelling, split where neither half has a control token."""
         for cut in range(1, len(token)):
-            left, right = _encode_middles([token[:cut], token[cut:]], encode_all)
+            left, right = encode_middles([token[:cut], token[cut:]], encode_all)
             if self._ids.isdisjoint(left) and self._ids.isdisjoint(right):
                 return left + right
         raise ValueError(f"the tokenizer cannot encode {token!r} as ordinary text")
@@ -121,7 +121,7 @@ def unmarked(text: str) -> str:
     return text.replace(BEGIN, "").replace(END, "")
 
 
-def _encode_middles(texts: Sequence[str], encode_all: EncodeAll) -> list[list[int]]:
+def encode_middles(texts: Sequence[str], encode_all: EncodeAll) -> list[list[int]]:
     """Ids of texts in the middle of a longer one: encoded after a newline, so that no tokenizer
     inserts the space with which it begins a text."""
     (newline,) = encode_all(["\n"])

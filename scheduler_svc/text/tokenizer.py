@@ -19,8 +19,8 @@ from tokenizers import decoders
 
 from scheduler_svc.errors import RequestRejected
 from scheduler_svc.text.chat_template import ChatTemplate, NoChatTemplate
-from scheduler_svc.text.control_tokens import ControlTokens, unmarked
-from scheduler_svc.text.model_defaults import default_sampling, eos_token_ids
+from scheduler_svc.text.control_tokens import ControlTokens, encode_middles, unmarked
+from scheduler_svc.text.model_defaults import eos_token_ids, model_defaults
 from scheduler_svc.text.prompt_length import TokenLimit, refuse_if_too_long, token_bytes_of
 from scheduler_svc.text.text import Decode, Pieces
 from scheduler_svc.text.tokenizer_files import read_json, read_tokenizer
@@ -65,7 +65,7 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids(
             wrapped.eos_token_id, generation_config or {}, model_config or {}
         )
-        self.default_sampling = default_sampling(generation_config or {})
+        self.defaults = model_defaults(generation_config or {})
 
     @classmethod
     def load(cls, path: str) -> Self:
@@ -136,6 +136,10 @@ class Tokenizer:
         """Encodes each text separately; the fast call computes no offsets."""
         encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
+
+    def encode_middles(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encodes each as a part of a longer text, without what a text begins with."""
+        return encode_middles(texts, self._encode_all)
 
     def token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it; None for an unknown id."""

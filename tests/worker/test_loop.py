@@ -30,7 +30,9 @@ class FakeRunner:
     def ready(self) -> link_pb2.Ready:
         return link_pb2.Ready(num_chunks=self.num_chunks)
 
-    def launch(self, plan: StepPlan) -> FakeStep:
+    def launch(
+        self, plan: StepPlan, mask_of: Callable[[], link_pb2.Mask] | None = None
+    ) -> FakeStep:
         if 13 in plan.token_ids:
             raise RuntimeError("thirteen")
         if 14 in plan.token_ids:
