@@ -18,17 +18,6 @@ if TYPE_CHECKING:
     from scheduler_svc.text.text import OutputText
 
 
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """A validated request."""
-
-    new: NewRequest
-    texts: Sequence[OutputText] = ()  # one per sibling; empty: only tokens are wanted
-    is_streamed: bool = True  # False: one delta per sibling, at its end
-    unsent_text: str = ""  # of a resumed answer, whose tokens its text has read
-    matcher: Matcher | None = None  # of the grammar; each sibling gets a copy
-
-
 @dataclass(slots=True)  # not frozen, which would triple the cost of making one
 class Delta:
     """New tokens of a request's sibling, and the text they add."""
@@ -62,6 +51,18 @@ class Finished:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     beam_score: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A validated request."""
+
+    new: NewRequest
+    texts: Sequence[OutputText] = ()  # one per sibling; empty: only tokens are wanted
+    is_streamed: bool = True  # False: one delta per sibling, at its end
+    unsent_text: str = ""  # of a resumed answer, whose tokens its text has read
+    end: Finished | None = None  # of a resumed answer that has all its tokens; not for the engine
+    matcher: Matcher | None = None  # of the grammar; each sibling gets a copy
 
 
 @dataclass(frozen=True, slots=True)
