@@ -119,18 +119,18 @@ class Tokenizer:
 
     def _refuse_long_texts(self, chat: Chat, limit: TokenLimit) -> int:
         """Checks the chat's texts before the template reads them; returns their characters."""
+        said = [message["content"] for message in chat.messages]
         num_chars = 0
-        given: dict[str, object] = {
-            "messages": chat.messages, "tools": chat.tools, "chat_template_kwargs": chat.variables
-        }  # fmt: skip
-        for name, value in given.items():
+        for name, value in (
+            ("messages", said), ("tools", chat.tools), ("chat_template_kwargs", chat.variables)
+        ):  # fmt: skip
             texts = list(strings_in(value))
             num_chars += sum(map(len, texts))
             if self._token_bytes is not None:
                 num_bytes = sum(map(self._token_bytes.count, texts))
                 self._token_bytes.check(f"chat.{name}", num_bytes, limit)
-        for index, message in enumerate(chat.messages):
-            for text in strings_in(message["content"]):
+        for index, content in enumerate(said):
+            for text in strings_in(content):
                 self._refuse_if_too_long(f"chat.messages[{index}].content", text, limit)
         return num_chars
 

@@ -110,7 +110,8 @@ def test_the_template_sees_the_message_as_it_is() -> None:
 
 EVERYTHING = (
     "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.name }}\n{{ m.reasoning_content }}"
-    "{{ m.content }}{{ (m.tool_calls or none) | tojson }}{{ m.tool_call_id }}<|im_end|>\n{% endfor %}"
+    "{{ m.content }}{{ (m.tool_calls or none) | tojson }}{{ m.tool_call_id }}<|im_end|>\n"
+    "{% endfor %}"
     "{{ tools | tojson(indent=2) }}{{ mood }}{{ deep | tojson }}<|turn|>"
 )
 CHANGED = (

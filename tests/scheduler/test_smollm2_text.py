@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_svc.text.text import OutputText
 from scheduler_svc.text.chat_template import Chat
+from scheduler_svc.text.text import OutputText
 from scheduler_svc.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.smollm2

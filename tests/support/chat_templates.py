@@ -91,7 +91,8 @@ QWEN_3: Final = """{%- macro text_of(content) %}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- elif message.role == "tool" %}
-        {{- '<|im_start|>user\\n<tool_response>\\n' + content + '\\n</tool_response><|im_end|>\\n' }}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + content }}
+        {{- '\\n</tool_response><|im_end|>\\n' }}
     {%- else %}
         {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
     {%- endif %}
