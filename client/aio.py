@@ -8,19 +8,19 @@ Every call may raise the errors of client/errors.py. Create the client inside a 
 cancelling the task that reads a stream cancels its request.
 """
 
-# The source of both clients: client/make_blocking.py derives client/blocking.py from this file.
+# client/make_blocking.py derives client/blocking.py from this file.
 
 from __future__ import annotations
 
 from asyncio import sleep
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, Self, Unpack
 
 import grpc
 
-from client.answers import Answer, Completion, Delta, Started, Usage, with_siblings
-from client.calls import AsyncCalls
+from client.aio_stream import AsyncTokenStream
+from client.answers import Answer, with_siblings
 from client.chat_messages import Chat, ChatOptions
 from client.connection import (
     DEFAULT_ADDRESS,
@@ -31,110 +31,16 @@ from client.connection import (
 )
 from client.errors import ChairliftError, DeadlineExceeded, Unavailable, from_rpc_error
 from client.fields import message
-from client.messages import GenerateOptions, Prompt, generate_request, tokenize_request
-from client.resuming import DEFAULT_RETRIES, Course, Leg
+from client.mapping import DEFAULT_CONCURRENCY, MapProgress, async_ordered_answers
+from client.messages import (
+    GenerateOptions,
+    Prompt,
+    check_options,
+    generate_request,
+    tokenize_request,
+)
+from client.resuming import DEFAULT_RETRIES
 from protos import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-
-
-class AsyncTokenStream(AsyncIterator[Delta]):
-    """The deltas of one request as they arrive; everything received so far stays readable.
-
-    The request is already running. Leaving early cancels it: by `cancel()`, at the end of its
-    `async with` block, or when the stream is dropped (a `break` out of the loop). If the server is
-    lost, the stream waits and goes on: client/resuming.py says how.
-    """
-
-    def __init__(
-        self,
-        owner: AsyncChairlift,
-        request: inference_pb2.GenerateRequest,
-        retries: int,
-        timeout: float | None,
-    ) -> None:
-        self._owner = owner  # keeps the connection alive while the stream is read
-        self._calls = AsyncCalls()
-        self._error: ChairliftError | None = None
-        deadline = None if timeout is None else monotonic() + timeout
-        self._course = Course(request, retries, deadline)
-        self._transcript = self._course.transcript
-        self._call(self._course.first())
-
-    async def __anext__(self) -> Delta:
-        if self._error is not None:
-            raise self._error
-        try:
-            while (arrival := await self._calls.read()) is not None:
-                if arrival.error is not None:
-                    error = from_rpc_error(arrival.error, self._owner.address)
-                    await self._carry_on(arrival.leg, error)
-                elif arrival.response is not None:
-                    delta = self._course.absorb(arrival.leg, arrival.response)
-                    if delta is not None:
-                        return delta
-        except ChairliftError as error:
-            self._error = error
-            self._calls.cancel()
-            raise
-        raise StopAsyncIteration
-
-    async def _carry_on(self, leg: Leg, error: ChairliftError) -> None:
-        seconds, legs = self._course.after(leg, error, monotonic())
-        if legs:
-            await self._calls.pause(seconds)
-        for successor in legs:
-            self._call(successor)
-
-    def _call(self, leg: Leg) -> None:
-        timeout = self._course.remaining(monotonic())
-        call = self._owner._inference.Generate(leg.request, timeout=timeout)
-        self._calls.add(leg, call)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.cancel()
-
-    def __del__(self) -> None:
-        self.cancel()
-
-    def cancel(self) -> None:
-        """Aborts the request and ends iteration. Does nothing once the request has ended."""
-        self._calls.cancel()
-
-    @property
-    def started(self) -> Started | None:
-        """Request id, seed and model; None until the first response has been read."""
-        return self._transcript.started
-
-    @property
-    def completions(self) -> dict[int, Completion]:
-        """How each finished sibling ended, by index."""
-        return self._transcript.completions
-
-    @property
-    def finish_reason(self) -> str | None:
-        """The first sibling's finish reason; None while it runs."""
-        completion = self.completions.get(0)
-        return completion.finish_reason if completion else None
-
-    @property
-    def usage(self) -> Usage | None:
-        """The first sibling's token counts; None while it runs."""
-        completion = self.completions.get(0)
-        return completion.usage if completion else None
-
-    async def text(self, index: int = 0) -> str:
-        """Reads to the end; the whole text of one sibling."""
-        async for _ in self:
-            pass
-        return self._transcript.text(index)
-
-    async def answers(self) -> list[Answer]:
-        """Reads to the end; the answers of all siblings, by index."""
-        async for _ in self:
-            pass
-        return self._transcript.answers()
 
 
 class AsyncChairlift:
@@ -220,6 +126,35 @@ class AsyncChairlift:
         )
         return with_siblings(await self._stream(request, retries, timeout).answers())
 
+    def map(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        concurrency: int = DEFAULT_CONCURRENCY,
+        on_progress: Callable[[MapProgress], None] | None = None,
+        priority: int | None = None,
+        cache_salt: str = "",
+        timeout: float | None = None,
+        retries: int | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncIterator[Answer | ChairliftError]:
+        """Answers to many prompts, in their order, each as soon as it and those before it are
+        ready; up to `concurrency` requests run at once.
+
+        An item that fails is its error, and does not stop the others. `prompts` may be a generator
+        of any length: no more is held than a few times `concurrency`. `timeout` is that of each
+        request. Leaving the loop early cancels what runs.
+        """
+        check_options(options, priority=priority, cache_salt=cache_salt)
+
+        def start(prompt: Prompt) -> AsyncTokenStream:
+            request = generate_request(
+                prompt, options, priority=priority, cache_salt=cache_salt, stream=False
+            )
+            return self._stream(request, retries, timeout)
+
+        return async_ordered_answers(start, prompts, concurrency, on_progress)
+
     def _stream(
         self,
         request: inference_pb2.GenerateRequest,
@@ -227,7 +162,12 @@ class AsyncChairlift:
         timeout: float | None,
     ) -> AsyncTokenStream:
         retries = self.retries if retries is None else retries
-        return AsyncTokenStream(self, request, retries, self._deadline(timeout))
+        return AsyncTokenStream(
+            self._start, self.address, request, retries, self._deadline(timeout)
+        )
+
+    def _start(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Any:
+        return self._inference.Generate(request, timeout=timeout)
 
     async def abort(self, *request_ids: str, timeout: float | None = None) -> list[str]:
         """Ends live requests of any client with finish_reason "abort"; returns the ids that were

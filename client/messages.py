@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypedDict, cast
 
 from client.chat_messages import Chat, ChatMessage, ChatOptions, chat_messages
-from client.fields import assign, assign_field, message
+from client.fields import assign, assign_field, message, quoted
 from protos import inference_pb2
 
 Prompt = str | Sequence[int] | Chat
@@ -82,6 +82,10 @@ def generate_request(
     )
     chat_options, sampling = _split(options)
     request.sampling.CopyFrom(sampling_params(sampling))
+    if not isinstance(prompt, Sequence):
+        raise TypeError(
+            f"prompt is {quoted(prompt)}; allowed: text, token ids, or a list of chat messages"
+        )
     if not isinstance(prompt, str) and _is_chat(prompt):
         request.chat.CopyFrom(chat_messages(cast(Chat, prompt), chat_options))
         return request
@@ -92,6 +96,14 @@ def generate_request(
         request.tokens.SetInParent()  # an empty list is sent too: the server refuses it by name
         assign("prompt", request.tokens.ids.extend, prompt)
     return request
+
+
+def check_options(options: GenerateOptions, *, priority: int | None, cache_salt: str) -> None:
+    """TypeError or ValueError if an option does not fit its field, whatever the prompt is."""
+    chat_options, sampling = _split(options)
+    sampling_params(sampling)
+    chat_messages((), chat_options)
+    message(inference_pb2.GenerateRequest, priority=priority, cache_salt=cache_salt)
 
 
 def tokenize_request(

@@ -208,8 +208,11 @@ class Runner:
             io.begin_outputs(inputs)
             if inputs.num_tokens:  # else a plan of pre-ops alone
                 forwarded = self._forward_of(io, inputs, shape)
+        spans = []
         if plan.awaits_mask and mask_of is not None:
+            spans.append((begin, self._compute.mark()))
             self._take_mask(plan, io, mask_of())
+            begin = self._compute.mark()
         with self._compute.use():
             if inputs.num_tokens:
                 samples, masks = io.inputs.samples(), io.masks_on_device()
@@ -225,7 +228,7 @@ class Runner:
             self._outbound.after(swapped_out)
         with self._outbound.use():
             io.outputs.to_host()
-        return RunningStep(plan, io, begin, end, self._outbound.mark())
+        return RunningStep(plan, io, [*spans, (begin, end)], self._outbound.mark())
 
     def _forward_of(self, io: IoSet, inputs: StepInputs, shape: PaddedShape) -> Forwarded:
         if self._static is not None and shape.is_static:

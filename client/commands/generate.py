@@ -12,7 +12,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from client.aio import AsyncChairlift, AsyncTokenStream
+from client.aio import AsyncChairlift
+from client.aio_stream import AsyncTokenStream
 from client.answers import Answer
 from client.chat_messages import ChatMessage
 from client.commands.options import add_sampling_options, add_server_options, sampling_options

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from protos.plan import NO_CANDIDATES, UNKNOWN_TOKEN, Int32, StepPlan
+from protos.plan import UNKNOWN_TOKEN, Int32, StepPlan
 from scheduler_svc.core.memory.block_tables import starts
+from scheduler_svc.core.sample_context import sample_context
 from scheduler_svc.core.seeds import uniforms
 from scheduler_svc.core.state import InFlight, State
 
@@ -23,15 +24,17 @@ def pack(state: State, step: InFlight) -> StepPlan:
     behind = step.ends[step.sampled] - step.sample_ends  # the row's tokens behind the sampled one
     logits_indices = query_start_loc[1:][step.sampled] - np.int32(1) - behind
     sample_logits = np.arange(len(sampled_rows), dtype=np.int32)
-    if len(step.named) > len(step.rows):  # forked siblings sample the same logits
-        logits_indices, copies = np.unique(logits_indices, return_inverse=True)
-        sample_logits = copies.astype(np.int32)
-    num_samples = len(sampled_rows)
-    none = np.zeros(0, np.int32)
-    no_entries = np.zeros(num_samples + 1, np.int32)
+    score_logits = np.zeros(0, np.int32)
+    if step.reports.prompts:
+        score_logits = _score_logits(step, query_start_loc)
+    if len(score_logits) or len(step.named) > len(step.rows):
+        # forked siblings sample the same logits
+        both = np.concatenate([logits_indices, score_logits])
+        logits_indices, copies = np.unique(both, return_inverse=True)
+        sample_logits, score_logits = np.split(copies.astype(np.int32), [len(sampled_rows)])
     return StepPlan(
         step_id=step.step_id,
-        awaits_mask=False,
+        awaits_mask=len(step.constrained) > 0,
         swap_out=_triples(step.transfers.swap_out),
         swap_in=_triples(step.transfers.swap_in),
         copy=_triples(step.transfers.copy),
@@ -48,18 +51,8 @@ def pack(state: State, step: InFlight) -> StepPlan:
         sample_rows=sampled_rows,
         u=uniforms(sampling.streams, step.sample_ends),
         sampling=sampling.parameters,
-        num_candidates=np.full(num_samples, NO_CANDIDATES, np.int32),
-        is_beam=np.zeros(num_samples, np.int32),
-        score_logits=none,
-        score_tokens=none,
-        score_candidates=none,
-        history_start=no_entries,
-        history_tokens=none,
-        history_counts=none,
-        bias_start=no_entries,
-        bias_tokens=none,
-        bias_after=none,
-        bias=np.zeros(0, np.float32),
+        score_logits=score_logits,
+        **sample_context(state, step),
     )
 
 
@@ -84,6 +77,15 @@ def _token_ids(state: State, step: InFlight, query_start_loc: Int32) -> Int32:
         # no tokens: an ended row of a static batch past its last token, where any token will do
         token_ids[offset : offset + count] = tokens or rows.last_token[step.rows[place]]
     return token_ids
+
+
+def _score_logits(step: InFlight, query_start_loc: Int32) -> Int32:
+    """The step's tokens [Q] before those that it scores: their logits score these."""
+    pieces = []
+    for scored in step.reports.prompts:
+        offset = int(query_start_loc[scored.place + 1]) - int(step.ends[scored.place]) - 1
+        pieces.append(np.arange(scored.begin + offset, scored.end + offset, dtype=np.int32))
+    return np.concatenate(pieces)
 
 
 def _triples(triples: list[tuple[int, int, int]]) -> Int32:

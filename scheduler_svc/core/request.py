@@ -15,7 +15,9 @@ import numpy.typing as npt
 
 from protos.plan import Int32
 from protos.sampling import SamplerParameters
+from scheduler_svc.core.biases import Biases
 from scheduler_svc.core.drafting import Drafter
+from scheduler_svc.core.history import History
 
 NO_ROW: Final = -1
 
@@ -46,6 +48,17 @@ class Sampling(SamplerParameters):
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences never completed
     logprobs: int | None = None  # candidates beside each output token; None = no log probabilities
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether any penalty has an effect."""
+        penalties = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+        return penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def has_biases(self) -> bool:
+        """Whether anything is ever added to the logits."""
+        return bool(self.logit_bias or self.bad_words or (self.min_tokens and self.stop_token_ids))
+
 
 @dataclass(frozen=True, slots=True)
 class BeamSearch:
@@ -69,9 +82,12 @@ class NewRequest:
     cache_salt: str = ""
     n: int = 1  # siblings that continue the same prompt
     speculate: int = 0  # most draft tokens that a step verifies
-    output_token_ids: Sequence[int] = ()  # already generated, if an answer is resumed
+    # generated before, if an answer is resumed (n is 1 then): at most max_tokens. They are output
+    # tokens like all later ones
+    output_token_ids: Sequence[int] = ()
     index: int = 0  # of the (first) sibling: its random numbers depend on it
-    prompt_logprobs: int | None = None  # candidates beside each prompt token
+    # candidates beside each prompt token; of a resumed answer, the prompt was scored before
+    prompt_logprobs: int | None = None
     is_constrained: bool = False  # a grammar's mask comes for each sample
     beams: BeamSearch | None = None
 
@@ -127,7 +143,7 @@ class Request:
     row: int = NO_ROW
     num_in_flight: int = 0  # plans that name it, while it has no row (Rows.num_in_flight)
     num_preemptions: int = 0
-    num_cached_tokens: int = 0  # prefix-cache hit of its first admission
+    num_cached_tokens: int = 0  # of the prompt: prefix-cache hit of its first admission
     was_admitted: bool = False
     may_match: bool = True  # may use the prefix cache
     was_wedged: bool = False  # reset once to end a wedge (wedge.py)
@@ -139,11 +155,17 @@ class Request:
     drafter: Drafter | None = None
     num_drafted: int = 0  # draft tokens verified so far
     num_accepted: int = 0  # of these, those that were right
+    prompt_logprobs: int | None = None  # candidates beside each prompt token
     scores: list[TokenScore] = field(default_factory=list)  # of output tokens, if asked for
     prompt_scores: list[TokenScore] = field(default_factory=list)  # of the prompt from token 1 on
+    is_constrained: bool = False  # a grammar's mask comes for each sample
+    history: History | None = None  # made by the first sample that has penalties
+    biases: Biases | None = None  # made by the first sample that has any
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it, if one did
-    prompt: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))  # [num_prompt_tokens]
+    first_tokens: Int32 = field(  # [n] those that it was submitted with
+        default_factory=lambda: np.zeros(0, np.int32)
+    )
 
     @property
     def name(self) -> str:
@@ -153,3 +175,10 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_unscored(self) -> int:
+        """Prompt tokens whose log probability is asked for and has not returned."""
+        if self.prompt_logprobs is None:
+            return 0
+        return self.num_prompt_tokens - 1 - len(self.prompt_scores)

@@ -15,7 +15,7 @@ from typing import Final, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from protos.plan import Arrays, Int32
+from protos.plan import NO_CANDIDATES, Arrays, Int32
 from protos.sampling import SAMPLER_FIELDS
 from scheduler_svc.core.request import NO_ROW, Request
 from scheduler_svc.core.seeds import streams
@@ -79,6 +79,14 @@ class Rows:
         self.published = np.zeros(num_rows, np.int32)  # [N] pages named in the prefix cache
         self.num_speculating = 0  # rows
 
+        # What few requests ask for. A step of rows without any of it costs nothing more.
+        self.num_candidates = np.full(num_rows, NO_CANDIDATES, np.int32)  # [N] of log probabilities
+        self.scores_prompt = np.zeros(num_rows, np.bool_)  # [N]
+        self.is_constrained = np.zeros(num_rows, np.bool_)  # [N] a mask comes for each sample
+        self.has_penalties = np.zeros(num_rows, np.bool_)  # [N]
+        self.has_biases = np.zeros(num_rows, np.bool_)  # [N]
+        self.num_special = 0  # rows that ask for any of these
+
         self.sampling = SamplingColumns(  # [N]
             np.zeros(num_rows, np.uint64),
             {name: np.zeros(num_rows, entry.dtype) for name, entry in SAMPLER_FIELDS.items()},
@@ -125,8 +133,15 @@ class Rows:
         self.num_speculating += request.speculate > 0
         self.last_token[row] = request.token_ids[-1]
         self.will_fork[row] = bool(request.siblings)
-        self.has_siblings[row] = bool(request.siblings) or request.index > 0
+        self.has_siblings[row] = bool(request.siblings)
         sampling = request.sampling
+        self.num_special += _is_special(request)
+        wanted = sampling.logprobs
+        self.num_candidates[row] = NO_CANDIDATES if wanted is None else wanted
+        self.scores_prompt[row] = request.num_unscored > 0
+        self.is_constrained[row] = request.is_constrained
+        self.has_penalties[row] = sampling.has_penalties
+        self.has_biases[row] = sampling.has_biases
         for name, column in self.sampling.parameters.items():
             column[row] = getattr(sampling, name)
         self.sampling.streams[row] = streams(
@@ -140,6 +155,7 @@ class Rows:
     def await_fork(self, row: int) -> None:
         """Marks the tenant as a sibling whose shared prompt is not computed yet."""
         self.awaits_fork[row] = True
+        self.has_siblings[row] = True
         self.goal[row] = 0
 
     def finish(self, row: int) -> None:
@@ -153,6 +169,7 @@ class Rows:
         row = request.row
         del self.running[row]
         self.num_speculating -= request.speculate > 0
+        self.num_special -= _is_special(request)
         self.generation[row] += 1  # plans in flight mean the old tenant
         self._order = None
         self._free.append(row)
@@ -198,3 +215,15 @@ class Rows:
         """Whether these tokens may be stop tokens of their rows; the request decides. [n]"""
         is_stop: npt.NDArray[np.bool_] = (self.stop_ids[:, rows] == token_ids).any(axis=0)
         return is_stop | self.has_more_stops[rows]
+
+
+def _is_special(request: Request) -> bool:
+    """Whether its plans hold more than tokens and the sampler's parameters."""
+    sampling = request.sampling
+    return (
+        sampling.logprobs is not None
+        or request.prompt_logprobs is not None
+        or request.is_constrained
+        or sampling.has_penalties
+        or sampling.has_biases
+    )

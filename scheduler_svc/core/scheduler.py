@@ -59,7 +59,8 @@ class Scheduler:
 
     def submit(self, new: NewRequest) -> list[Request]:
         """Queues a request; returns it and its siblings. The caller has checked that it fits an
-        empty pool (limits.py) and that its id is not live."""
+        empty pool (limits.py) and that its id is not live. A resumed answer that was complete is
+        FINISHED at once, with its finish_reason: no `Absorbed` will list it."""
         return self.state.submit(new)
 
     def finish(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:

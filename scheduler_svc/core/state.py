@@ -14,6 +14,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +24,20 @@ from scheduler_svc.core.limits import NO_MEMORY, Geometry, Limits
 from scheduler_svc.core.memory.kv_memory import KvMemory, Transfers
 from scheduler_svc.core.pending import PendingQueue
 from scheduler_svc.core.policies import Policy
+from scheduler_svc.core.reports import Reports
 from scheduler_svc.core.request import NO_ROW, FinishReason, NewRequest, Request, RequestState
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.step_time import StepCost, aim_of
 from scheduler_svc.core.suspects import Suspects
+
+
+class ConstrainedSample(NamedTuple):
+    """A sample that only takes tokens that a grammar allows."""
+
+    sample: int  # index into the plan's samples
+    request: Request
+    position: int  # of the token in its request
+    drafts: tuple[int, ...]  # between the request's tokens and the sample; as good as known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,11 +59,24 @@ class InFlight:
     sampled_for: npt.NDArray[np.intp]  # [S] index into named: whose token it is
     sample_ends: Int32  # [S] position of the token in its request
     drafts: dict[int, tuple[int, ...]]  # index into rows → draft tokens to verify
-    scored: list[int]  # index into rows: requests that end without a sample
+    unsampled: list[int]  # index into rows: requests that end without a sample
+    reports: Reports  # log probabilities that the result has to report
+    constrained: npt.NDArray[np.intp]  # [M] index into the samples that await a grammar's mask
     admitted: list[Request]  # got their rows in this step
     new_tenants: Int32  # [I] rows assigned in this step
     transfers: Transfers
     freed_swap: list[Sequence[Int32]]  # swap blocks [G], free once the plan has returned
+
+    def constrained_samples(self) -> list[ConstrainedSample]:
+        """The samples that await a mask, in the plan's order."""
+        samples = []
+        for sample in self.constrained.tolist():
+            place, position = int(self.sampled_for[sample]), int(self.sample_ends[sample])
+            drafts = self.drafts.get(place, ())
+            if drafts:  # a row's first sample is the one before its first draft token
+                drafts = drafts[: sample - int(np.searchsorted(self.sampled_for, place))]
+            samples.append(ConstrainedSample(sample, self.requests[place], position, drafts))
+        return samples
 
     def reaches(self, ends: Int32 | None = None) -> list[tuple[Request, int]]:
         """The requests that the step computes or forks, each with the tokens that it has reached:
@@ -112,39 +136,52 @@ class State:
             self.step_cost = StepCost(aim, geometry.device)
 
     def submit(self, new: NewRequest) -> list[Request]:
-        """Queues a request; returns it and its siblings."""
+        """Queues a request; returns it and its siblings. A resumed answer that was complete has
+        ended: it is FINISHED, and no result will tell of it."""
         assert new.request_id not in self.requests, f"request {new.request_id} is live already"
+        assert new.n == 1 or not new.output_token_ids, f"n is {new.n} of a resumed answer"
+        assert len(new.output_token_ids) <= new.max_tokens, "resumed past the end"
         assert new.n == 1 or new.max_tokens, f"n is {new.n} with max_tokens 0; allowed: 1"
+        token_ids = [*new.prompt_token_ids, *new.output_token_ids]
         first = Request(
             request_id=new.request_id,
             ticket=self.next_ticket,
-            token_ids=list(new.prompt_token_ids),
+            token_ids=token_ids,
             num_prompt_tokens=len(new.prompt_token_ids),
             max_total_tokens=len(new.prompt_token_ids) + new.max_tokens,
             sampling=new.sampling,
             priority=new.priority,
             cache_salt=new.cache_salt,
             speculate=0 if self.holds_ended else new.speculate,  # a static batch verifies nothing
-            prompt=np.array(new.prompt_token_ids, np.int32),
+            index=new.index,
+            prompt_logprobs=None if new.output_token_ids else new.prompt_logprobs,
+            is_constrained=new.is_constrained,
+            first_tokens=np.array(token_ids, np.int32),
         )
         if self.limits.allow_block_sharing and self.memory.groups:
-            self.memory.prefix_cache.name_prompt(first)
+            self.memory.prefix_cache.name_first_tokens(first)
         first.siblings = [
             replace(
                 first,
-                index=index,
-                ticket=first.ticket + index,
+                index=new.index + number,
+                ticket=first.ticket + number,
                 token_ids=list(first.token_ids),
                 siblings=[],
                 names=list(first.names),
+                prompt_logprobs=None,  # one scores the prompt for all
+                scores=[],
+                prompt_scores=[],
             )
-            for index in range(1, new.n)
+            for number in range(1, new.n)
         ]
         self.next_ticket += new.n
         self.num_live += new.n
         self.requests[new.request_id] = [first, *first.siblings]
         self.pending.add(first, self.policy.urgency(first))
-        return [first, *first.siblings]
+        family = [first, *first.siblings]
+        if new.output_token_ids:
+            self.finish_if_complete(first)
+        return family
 
     def live(self) -> Iterator[Request]:
         """The live requests and siblings, in order of arrival."""
@@ -185,14 +222,26 @@ class State:
         if not request.was_admitted:
             request.was_admitted = True
             if self.limits.allow_block_sharing:
-                request.num_cached_tokens = computed
-                self.memory.prefix_cache.count(request, computed)
+                request.num_cached_tokens = min(computed, request.num_prompt_tokens)
+                self.memory.prefix_cache.count(request, request.num_cached_tokens)
         for sibling, sibling_row in zip(request.siblings, sibling_rows, strict=True):
             self.rows.assign(sibling, sibling_row)
             self.rows.await_fork(sibling_row)
             sibling.was_admitted = True  # one look-up serves all siblings
             sibling.num_cached_tokens = request.num_cached_tokens
             sibling.state = RequestState.PREFILLING
+
+    def finish_if_complete(self, request: Request) -> bool:
+        """Ends a live request whose last token is a stop token, or that has all its tokens and
+        scores; False if it goes on."""
+        token_id = request.token_ids[-1]
+        if request.num_output_tokens and token_id in request.sampling.stop_token_ids:
+            self.finish(request, FinishReason.STOP, token_id)
+        elif len(request.token_ids) == request.max_total_tokens and not request.num_unscored:
+            self.finish(request, FinishReason.LENGTH)
+        else:
+            return False
+        return True
 
     def finish(
         self, request: Request, reason: FinishReason, stop_token_id: int | None = None

@@ -59,18 +59,21 @@ class IoSet:
 class RunningStep:
     """A step that was launched."""
 
-    def __init__(self, plan: StepPlan, io: IoSet, begin: Mark, end: Mark, is_out: Mark) -> None:
+    def __init__(
+        self, plan: StepPlan, io: IoSet, spans: list[tuple[Mark, Mark]], is_out: Mark
+    ) -> None:
+        """`spans` in which the device computes, without the time it waits for a mask."""
         self._plan = plan
         self._io = io
+        self._spans, self._is_out = spans, is_out
         self._order = io.inputs.sampling.answer_order
-        self._begin, self._end, self._is_out = begin, end, is_out
 
     def wait(self) -> StepResult:
         """Blocks until the step has finished; to be called once, in the order of the launches."""
         plan = self._plan
         try:
             self._is_out.wait()
-            microseconds = self._end.microseconds_since(self._begin)
+            microseconds = sum(end.microseconds_since(begin) for begin, end in self._spans)
             parts = self._io.outputs.read()
         finally:
             self._io.give_back()

@@ -52,7 +52,7 @@ class BlockNames:
 
     def _copy(self, request: Request) -> None:
         """Appends the names of the longest prefix in common with another prompt."""
-        names, prompt = request.names, request.prompt
+        names, prompt = request.names, request.first_tokens
         common: list[Name] = []
         for other, others_names in self._remembered:
             if others_names[0] == names[0]:

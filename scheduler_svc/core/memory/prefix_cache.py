@@ -2,7 +2,8 @@
 
 A full block gets its name (block_names.py) with the result of the step that filled it. A hit needs
 every full-attention group's blocks from the start, and every sliding group's in the window of the
-next query; at least one prompt token is always computed. A hit is kept with its request and stays
+next query; at least one prompt token is always computed, and all whose logits are still to score
+the next one. A hit is kept with its request and stays
 valid while its blocks keep their content, so that waiting requests are not searched in every step.
 
 A block that a running request is about to fill is *promised*: a request that needs it next waits,
@@ -38,9 +39,9 @@ class PrefixCache:
     def num_promised(self) -> int:
         return len(self._promised)
 
-    def name_prompt(self, request: Request) -> None:
-        """Names the full blocks of a new request's prompt, so that no step has to."""
-        self._names.of(request, request.num_prompt_tokens // self._page_size)
+    def name_first_tokens(self, request: Request) -> None:
+        """Names the full blocks of a new request, so that no step has to."""
+        self._names.of(request, len(request.token_ids) // self._page_size)
 
     def match(self, request: Request) -> Hit | None:
         """The longest prefix that the request can share now; None while another request fills the
@@ -48,7 +49,10 @@ class PrefixCache:
         if self.awaits(request):
             return None
         request.awaited = None
-        usable = (len(request.token_ids) - 1) // self._page_size
+        usable = len(request.token_ids) - 1
+        if request.num_unscored:  # a hit gives no logits
+            usable = len(request.prompt_scores)
+        usable //= self._page_size
         hit = request.hit
         if hit is not None and self._is_current(request, hit, usable):
             return None if self._is_promised(request, hit.num_pages, usable) else hit

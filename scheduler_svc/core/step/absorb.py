@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from protos.plan import Int32, StepResult
-from scheduler_svc.core.request import FinishReason, Request, RequestState
+from scheduler_svc.core.request import Request, RequestState, TokenScore
 from scheduler_svc.core.state import InFlight, State
 
 MAX_MICROSECONDS: Final = 86_400_000_000  # of one step: a day
@@ -20,6 +22,7 @@ class Absorbed:
     """What a result changed. An ended request is FINISHED and has its finish_reason."""
 
     sampled: list[Request] = field(default_factory=list)  # their last token_ids are new
+    scored: list[Request] = field(default_factory=list)  # their last prompt_scores are new
     ended: list[Request] = field(default_factory=list)
     not_finite: list[Request] = field(default_factory=list)  # unfinished; the caller fails them
 
@@ -43,7 +46,9 @@ def why_not_the_result(step: InFlight, result: StepResult, vocab_size: int = 0) 
     for name in ("device_microseconds", "queue_microseconds"):
         if not 0 <= getattr(result, name) <= MAX_MICROSECONDS:
             return f"{name} is {getattr(result, name)}"
-    return None
+    prompts = step.reports.prompts
+    scored = [scored.token_ids(step.requests[scored.place]) for scored in prompts]
+    return step.reports.why_not(result, scored, vocab_size)
 
 
 def absorb(state: State, result: StepResult) -> Absorbed:
@@ -73,12 +78,14 @@ def absorb(state: State, result: StepResult) -> Absorbed:
             if step.requests[place].state is not RequestState.FINISHED
         ]
     is_accepted, ends = _verify(state, step, result.token_ids, is_current)
+    scores = step.reports.scores(result)
     may_end = _append_tokens(
-        state, step, result.token_ids, is_accepted, is_tenant, is_finite, absorbed
+        state, step, result.token_ids, is_accepted, is_tenant, is_finite, scores, absorbed
     )
+    _append_prompt_scores(step, scores, is_finite, absorbed)
     _publish(state, step, ends, is_current & ~rows.is_tainted[step.rows])
     _release_out_of_window(state, step, ends, is_current)
-    may_end += [step.requests[place] for place in step.scored if is_finite[place]]
+    may_end += [step.requests[place] for place in step.unsampled if is_finite[place]]
     _end(state, may_end, absorbed)
     if state.suspects.is_active:
         state.suspects.record_progress(step.reaches(ends))
@@ -126,9 +133,11 @@ def _append_tokens(
     is_accepted: npt.NDArray[np.bool_],
     is_tenant: npt.NDArray[np.bool_],
     is_finite: npt.NDArray[np.bool_],
+    scores: Iterator[TokenScore],
     absorbed: Absorbed,
 ) -> list[Request]:
-    """Appends the samples [S], for all rows at once. Returns the requests that may end by them."""
+    """Appends the samples [S], for all rows at once, and their scores, the first of `scores`.
+    Returns the requests that may end by them."""
     rows, token_ids = state.rows, token_ids[is_accepted]
     sampled, sampled_for = step.sampled[is_accepted], step.sampled_for[is_accepted]
     has_row = is_tenant[sampled_for]
@@ -150,6 +159,13 @@ def _append_tokens(
     may_end = ~has_row | (rows.known[sampled_rows] >= rows.limit[sampled_rows])
     may_end |= rows.may_stop(sampled_rows, token_ids)
     is_appended = is_finite[sampled] & ~has_ended
+    if len(step.reports.num_candidates):
+        is_accepted = is_accepted.copy()
+        is_accepted[is_accepted] = is_appended
+        for sample in step.reports.reported_samples.tolist():
+            score = next(scores)
+            if is_accepted[sample]:
+                step.requests[step.sampled_for[sample]].scores.append(score)
     requests = step.requests
     if not is_appended.all() or len(is_appended) != len(requests) or step.drafts:
         requests = list(map(requests.__getitem__, sampled_for[is_appended].tolist()))
@@ -160,19 +176,27 @@ def _append_tokens(
     return [requests[place] for place in np.flatnonzero(may_end).tolist()]
 
 
+def _append_prompt_scores(
+    step: InFlight,
+    scores: Iterator[TokenScore],
+    is_finite: npt.NDArray[np.bool_],
+    absorbed: Absorbed,
+) -> None:
+    """Appends the scores of prompts that continue those returned before."""
+    for scored in step.reports.prompts:
+        request = step.requests[scored.place]
+        new = list(islice(scores, scored.end - scored.begin))
+        is_next = scored.begin == len(request.prompt_scores) + 1
+        if is_next and is_finite[scored.place] and request.state is not RequestState.FINISHED:
+            request.prompt_scores += new
+            absorbed.scored.append(request)
+
+
 def _end(state: State, may_end: list[Request], absorbed: Absorbed) -> None:
-    """Finishes the requests whose last token is a stop token, or that have all their tokens."""
+    """Finishes the requests that are complete."""
     for request in dict.fromkeys(may_end):
-        if request.state is RequestState.FINISHED:
-            continue
-        token_id = request.token_ids[-1]
-        if request.num_output_tokens and token_id in request.sampling.stop_token_ids:
-            state.finish(request, FinishReason.STOP, token_id)
-        elif len(request.token_ids) == request.max_total_tokens:
-            state.finish(request, FinishReason.LENGTH)
-        else:
-            continue
-        absorbed.ended.append(request)
+        if request.state is not RequestState.FINISHED and state.finish_if_complete(request):
+            absorbed.ended.append(request)
 
 
 def _publish(state: State, step: InFlight, ends: Int32, valid: npt.NDArray[np.bool_]) -> None:

@@ -74,6 +74,10 @@ class Batch:
         self.tokens_left = limits.max_batch_tokens
         self.requests_left = limits.max_requests_per_batch
         self.pages_left = limits.cache_budget or sys.maxsize  # sys.maxsize = not counted
+        # tokens with logits, beyond one for each row: for drafts and scores of prompts
+        self.logits_left = sys.maxsize
+        if state.geometry.max_logits:
+            self.logits_left = max(0, state.geometry.max_logits - state.rows.num_rows)
         owners = state.memory.counts.owners if limits.cache_budget else []
         self._is_read = [np.zeros(len(counts), np.bool_) for counts in owners]  # [G][block]
         self.prompt_time: PromptTime | None = None  # None = no limit
@@ -140,7 +144,7 @@ class Batch:
         if self.state.rows.num_speculating:
             drafts = self._drafts_to_spare(rows)
             if drafts.any() and self._add_at_once(rows, ones + drafts):
-                del self.free_rows[len(self.free_rows) - int(drafts.sum()) :]
+                self.logits_left -= int(drafts.sum())
                 return
         if not self._add_at_once(rows, ones):
             for row in rows.tolist():
@@ -166,12 +170,9 @@ class Batch:
         return True
 
     def _drafts_to_spare(self, rows: Int32) -> Int32:
-        """Draft tokens of each decoding row that the step may verify [R]. Half of the tokens left
-        are for prompts, and each draft occupies a free row: the worker has buffers for as many
-        samples as there are rows. The first waiting request keeps the rows that it needs."""
-        first = next(self.state.pending.in_order(), None)
-        kept_rows = 0 if first is None else 1 + len(first.siblings)
-        spare = min((self.tokens_left - len(rows)) // 2, len(self.free_rows) - kept_rows)
+        """Draft tokens of each decoding row that the step may verify [R]. Half of the tokens and
+        logits left are for prompts."""
+        spare = min(self.tokens_left - len(rows), self.logits_left) // 2
         drafts = self.state.rows.num_drafts[rows]
         spared: Int32 = np.clip(spare - (drafts.cumsum(dtype=np.int32) - drafts), 0, drafts)
         return spared
@@ -185,6 +186,9 @@ class Batch:
         memory, computed = self.state.memory, int(self.state.rows.computed[row])
         is_prompt = not self.state.rows.is_decoding[row]
         count = min(self._cut(wanted, computed) if is_prompt else wanted, self.tokens_left)
+        request = self.state.rows.running[row]
+        if request.num_unscored:
+            count = self._cut_scores(request, count, computed)
         if count == 0 or self.requests_left == 0:
             return
         rows = np.array([row], np.int32)
@@ -196,13 +200,13 @@ class Batch:
             needed = memory.blocks_needed(rows, length)
             num_read = self._num_read(rows, needed + tails)
             if not self.is_empty and num_read > self.pages_left:
-                self.left_out.append(self.state.rows.running[row])
+                self.left_out.append(request)
                 return
             if memory.device.take((needed + tails)[:, 0].tolist()):
                 part = Part(rows, np.array([count], np.int32), needed, tails)
                 self._add(part, num_read, rows)
                 if is_prompt:
-                    self._spend(count, computed)
+                    self._spend(request, count, computed)
                 self._disown_tails(part, computed)
                 return
             count //= 2
@@ -217,6 +221,8 @@ class Batch:
         assert not self.stalled, "admission beside stalled rows"
         request, memory, computed = candidate.request, self.state.memory, candidate.num_computed
         count = min(self._cut(wanted, computed), self.tokens_left)
+        if request.num_unscored:
+            count = self._cut_scores(request, count, computed)
         if self.requests_left == 0:
             return False
         ends = [f + len(t) for f, t in zip(candidate.first_pages, candidate.tables, strict=True)]
@@ -236,7 +242,7 @@ class Batch:
         rows, counts = np.array([request.row], np.int32), np.array([count], np.int32)
         part = Part(rows, counts, needed, np.zeros(needed.shape, np.bool_))
         self._add(part, num_read, candidate)
-        self._spend(count, computed)
+        self._spend(request, count, computed)
         return True
 
     def assign(self, candidate: Admission) -> None:
@@ -275,9 +281,25 @@ class Batch:
     def _cut(self, wanted: int, num_computed: int) -> int:
         return self.prompt_time.cut(wanted, num_computed) if self.prompt_time else wanted
 
-    def _spend(self, num_tokens: int, num_computed: int) -> None:
+    def _spend(self, request: Request, num_tokens: int, num_computed: int) -> None:
         if self.prompt_time:
             self.prompt_time.spend(num_tokens, num_computed)
+        if request.num_unscored:
+            self.logits_left -= _num_scores(request, num_tokens, num_computed)
+            self.logits_left = max(0, self.logits_left)  # one score may take the row's own logits
+
+    def _cut_scores(self, request: Request, count: int, num_computed: int) -> int:
+        """The first of `count` tokens of a prompt behind its `num_computed` for whose scores there
+        are logits left. The row's own logits are for a score if it samples nothing."""
+        excess = _num_scores(request, count, num_computed) - self.logits_left
+        if excess <= 0:
+            return count
+        if excess > 1:  # ends with the last score that fits
+            begin = max(num_computed, len(request.prompt_scores))
+            return begin - num_computed + self.logits_left + 1
+        num_known = len(request.token_ids)
+        samples = num_computed + count == num_known < request.max_total_tokens
+        return count - 1 if samples else count
 
     def _num_read(self, reader: Int32 | Admission, new_blocks: Int32) -> int:
         """Pages that the step reads for a reader (running rows, or a waiting request) and for no
@@ -299,3 +321,9 @@ class Batch:
             return tables.of_row(int(reader[0]))
         start, blocks = tables.flat(reader)
         return [blocks[first:end] for first, end in zip(start[:, 0], start[:, -1], strict=True)]
+
+
+def _num_scores(request: Request, count: int, num_computed: int) -> int:
+    """How many of a prompt's tokens are scored by `count` tokens behind its `num_computed`."""
+    begin = max(num_computed, len(request.prompt_scores))
+    return max(0, min(num_computed + count, request.num_prompt_tokens - 1) - begin)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Final
 
 import numpy as np
 
-from protos.plan import Int32
+from protos.plan import NO_CANDIDATES, Int32
+from scheduler_svc.core.reports import NOTHING, Reports, ScoredPrompt
 from scheduler_svc.core.request import Request, RequestState
 from scheduler_svc.core.state import InFlight, State
 from scheduler_svc.core.step.batch import Batch, Part
+
+_NO_SAMPLES: Final = np.zeros(0, np.intp)
 
 
 def launch(batch: Batch) -> InFlight | None:
@@ -64,6 +68,14 @@ def launch(batch: Batch) -> InFlight | None:
         sampled_for = np.concatenate([sampled_for, np.arange(len(siblings)) + len(computed_rows)])
         named = np.concatenate([computed_rows, np.array(sibling_rows, np.int32)])
         requests = requests + siblings
+    reports, constrained = NOTHING, _NO_SAMPLES
+    if rows.num_special:
+        samples = named[sampled_for]
+        candidates = rows.num_candidates[samples]
+        constrained = rows.is_constrained[samples].nonzero()[0]
+        scored = _scored_prompts(state, step, requests)
+        if scored or (candidates != NO_CANDIDATES).any():
+            reports = Reports(candidates, scored)
     rows.num_in_flight[named] += 1
     in_flight = InFlight(
         step_id=state.next_step_id,
@@ -77,7 +89,9 @@ def launch(batch: Batch) -> InFlight | None:
         sampled_for=sampled_for,
         sample_ends=sample_ends,
         drafts=drafts,
-        scored=(reaches_end & has_all).nonzero()[0].tolist(),
+        unsampled=(reaches_end & has_all).nonzero()[0].tolist(),
+        reports=reports,
+        constrained=constrained,
         admitted=[admission.request for admission in batch.admissions],
         new_tenants=np.array(new_tenants, np.int32),
         transfers=state.memory.take_transfers(),
@@ -125,6 +139,20 @@ def _draw(batch: Batch, step: Part) -> list[Sequence[Int32]]:
             memory.tables.extend(group, step.rows[grows], counts, blocks)
     memory.device.end_drawing()
     return freed_swap
+
+
+def _scored_prompts(state: State, step: Part, requests: list[Request]) -> list[ScoredPrompt]:
+    """The pieces of prompts that the step scores: what it computes of those not scored yet."""
+    rows, scored = state.rows, []
+    for place in rows.scores_prompt[step.rows].nonzero()[0].tolist():
+        request = requests[place]
+        computed = int(rows.computed[step.rows[place]])
+        # scores of tokens before are in flight, unless they have returned
+        begin = max(computed - int(step.num_new_tokens[place]), len(request.prompt_scores)) + 1
+        end = min(computed + 1, request.num_prompt_tokens)
+        if begin < end and request.state is not RequestState.FINISHED:
+            scored.append(ScoredPrompt(place, begin, end, request.prompt_logprobs or 0))
+    return scored
 
 
 def _fork(state: State, parent: Request) -> list[Request]:
