@@ -13,8 +13,10 @@ are arguments.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from protos.plan import StepPlan, StepResult
-from scheduler_svc.core.drafting import Propose, propose
+from scheduler_svc.core.drafting import Drafter
 from scheduler_svc.core.limits import NO_MEMORY, Geometry, Limits
 from scheduler_svc.core.pack import pack
 from scheduler_svc.core.policies import FIFO, STATIC, Policy
@@ -29,6 +31,15 @@ from scheduler_svc.core.step.shortage import relieve
 from scheduler_svc.core.step.static_batches import StaticState, fill_static_batch
 
 
+def drafts_of(request: Request) -> list[int]:
+    """What may follow, by the request's own text (drafting.py)."""
+    if request.drafter is None:
+        request.drafter = Drafter()
+    return request.drafter.draft(
+        request.token_ids, request.speculate, request.num_drafted, request.num_accepted
+    )
+
+
 class Scheduler:
     """The only writer of request state; `state` is public for reading."""
 
@@ -37,7 +48,7 @@ class Scheduler:
         limits: Limits,
         geometry: Geometry = NO_MEMORY,
         policy: Policy = FIFO,
-        propose: Propose = propose,
+        propose: Callable[[Request], Sequence[int]] = drafts_of,
     ) -> None:
         """`propose` guesses what follows in requests that speculate; it is called for each of them
         that got a token, and must depend on nothing else."""
