@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
 
 from protos import inference_pb2 as pb
+from protos.api_fields import MAX_ID_CHARS
 from scheduler_svc.core.limits import longest_request
 from scheduler_svc.core.request import NewRequest
 from scheduler_svc.engine.events import ModelFacts, Submission, check_fits
@@ -33,8 +33,6 @@ from scheduler_svc.front.served_model import Model
 from scheduler_svc.grammar.constraint import Constraint, read_constraint
 from scheduler_svc.grammar.matcher import Matcher
 from scheduler_svc.text.text import OutputText
-
-MAX_ID_CHARS: Final = 256  # of request_id and of cache_salt
 
 
 def validate(
