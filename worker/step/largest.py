@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 _KEY_BITS: Final = 2**32
+_WITHOUT_KEYS: Final = ("cpu", "mps")  # kinds of devices that sort whole rows
 
 
 def largest(values: Tensor, size: int) -> Tensor:
@@ -25,7 +26,7 @@ def largest(values: Tensor, size: int) -> Tensor:
         return torch.zeros(num_rows, size, dtype=torch.int64, device=values.device)
     if values.device.type == "cpu" and size < width:
         return _largest_on_host(values, size)
-    if values.device.type == "cuda" and size < width:
+    if values.device.type not in _WITHOUT_KEYS and size < width:
         return (
             ordered_keys(values)
             .topk(size, dim=-1)
