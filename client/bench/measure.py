@@ -92,7 +92,8 @@ async def _measure(settings: Settings) -> Result:
         server = await chairlift.server_info()
         requests = requests or make_requests(recipe, model.vocab_size)
         result = Result(
-            workload=f"{path.name}, {len(requests)} requests" if path else str(recipe),
+            workload=(f"{path.name}, {len(requests)} requests" if path else str(recipe))
+            + (f", speculate {settings.speculate}" if settings.speculate else ""),
             arrivals=str(settings.arrivals),
             seed=settings.seed,
             limits=Limits(settings.slo_ttft, settings.slo_tpot, settings.slo_e2e),

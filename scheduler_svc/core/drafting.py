@@ -12,15 +12,11 @@ change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
+from protos.sampling import MAX_DRAFTS
 from scheduler_svc.core.prompt_lookup import PromptLookup
-
-if TYPE_CHECKING:
-    from scheduler_svc.core.request import Request
-
-Propose = Callable[["Request"], Sequence[int]]  # tokens that may follow a request's known ones
 
 FIRST_LENGTH: Final = 3  # of a draft
 FIRST_PAUSE: Final = 4  # output tokens
@@ -35,35 +31,31 @@ class Drafter:
         self._length = FIRST_LENGTH
         self._pause = FIRST_PAUSE
         self._resumes_at = 0  # tokens of the text
-        self._num_drafted = 0  # draft tokens verified, and accepted, before the last draft
+        self._num_drafted = 0  # at the last call
         self._num_accepted = 0
 
-    def draft(self, request: Request) -> list[int]:
-        """Up to `request.speculate` tokens that may follow its known ones."""
-        self._learn(request)
-        if len(request.token_ids) < self._resumes_at:
+    def draft(
+        self, token_ids: Sequence[int], most: int, num_drafted: int, num_accepted: int
+    ) -> list[int]:
+        """Up to `most` tokens that may follow `token_ids`, prompt and output so far. The counts are
+        of all draft tokens verified so far, and of those that were right."""
+        self._learn(len(token_ids), num_drafted, num_accepted)
+        if len(token_ids) < self._resumes_at:
             return []
-        return self._lookup.guess(request.token_ids, min(self._length, request.speculate))
+        return self._lookup.guess(token_ids, min(self._length, most))
 
-    def _learn(self, request: Request) -> None:
-        drafted = request.num_drafted - self._num_drafted
-        accepted = request.num_accepted - self._num_accepted
-        self._num_drafted, self._num_accepted = request.num_drafted, request.num_accepted
+    def _learn(self, num_tokens: int, num_drafted: int, num_accepted: int) -> None:
+        drafted = num_drafted - self._num_drafted
+        accepted = num_accepted - self._num_accepted
+        self._num_drafted, self._num_accepted = num_drafted, num_accepted
         if not drafted:
             return
         if accepted == drafted:
-            self._length = min(2 * max(self._length, drafted), request.speculate)
+            self._length = min(2 * max(self._length, drafted), MAX_DRAFTS)
             self._pause = FIRST_PAUSE
         elif accepted:
             self._length = accepted + 1
         else:
             self._length = 1
-            self._resumes_at = len(request.token_ids) + self._pause
+            self._resumes_at = num_tokens + self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
-
-
-def propose(request: Request) -> list[int]:
-    """The request's drafts from its own text."""
-    if request.drafter is None:
-        request.drafter = Drafter()
-    return request.drafter.draft(request)

@@ -13,20 +13,32 @@ are arguments.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from protos.plan import StepPlan, StepResult
-from scheduler_svc.core.drafting import Propose, propose
+from scheduler_svc.core.drafting import Drafter
 from scheduler_svc.core.limits import NO_MEMORY, Geometry, Limits
 from scheduler_svc.core.pack import pack
 from scheduler_svc.core.policies import FIFO, STATIC, Policy
 from scheduler_svc.core.request import FinishReason, NewRequest, Request, RequestState
 from scheduler_svc.core.state import State
-from scheduler_svc.core.step.absorb import Absorbed, absorb, why_not_the_result
+from scheduler_svc.core.step.absorb import Absorbed, absorb
 from scheduler_svc.core.step.batch import Batch
 from scheduler_svc.core.step.fill import fill_by_phase
 from scheduler_svc.core.step.launch import launch
 from scheduler_svc.core.step.overtaking import make_room
+from scheduler_svc.core.step.result_check import why_not_the_result
 from scheduler_svc.core.step.shortage import relieve
 from scheduler_svc.core.step.static_batches import StaticState, fill_static_batch
+
+
+def drafts_of(request: Request) -> list[int]:
+    """What may follow, by the request's own text (drafting.py)."""
+    if request.drafter is None:
+        request.drafter = Drafter()
+    return request.drafter.draft(
+        request.token_ids, request.speculate, request.num_drafted, request.num_accepted
+    )
 
 
 class Scheduler:
@@ -37,7 +49,7 @@ class Scheduler:
         limits: Limits,
         geometry: Geometry = NO_MEMORY,
         policy: Policy = FIFO,
-        propose: Propose = propose,
+        propose: Callable[[Request], Sequence[int]] = drafts_of,
     ) -> None:
         """`propose` guesses what follows in requests that speculate; it is called for each of them
         that got a token, and must depend on nothing else."""

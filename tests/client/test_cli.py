@@ -290,8 +290,8 @@ def read_terminal(descriptor: int) -> Iterator[bytes]:
 
 
 def test_chat_remembers(address: str, engine: FakeEngine) -> None:
-    """The model sees the whole conversation, until /reset."""
-    given = "Hello\nAgain\n/reset\nNew\n"
+    """The model sees the whole conversation, until /clear."""
+    given = "Hello\nAgain\n/clear\nNew\n"
     done = chairlift("chat", "--system", "S", "--address", address, given=given)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "you said: Hello\nyou said: Again\n(new conversation)\nyou said: New\n"
@@ -336,6 +336,7 @@ def test_status_at_a_glance(
         "requests  2 running, 1 waiting\n"
         "cache     25 of 100 chunks in use (25%) of 100 MiB, pages 97% full; page_size 16\n"
         "prefixes  25% of 200 prompt tokens found; 40 free blocks still cached\n"
+        "drafts    75% of 80 guessed tokens accepted\n"
         "swap      2 of 8 chunks in use (25%)\n"
         "preempted 7 times: 3 offloads (2 restored), 4 soft resets\n"
         "\n"

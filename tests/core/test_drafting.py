@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduler_svc.core.drafting import Drafter
 from scheduler_svc.core.request import Request, Sampling
+from scheduler_svc.core.scheduler import drafts_of
 
 
 def decode(prompt: list[int], answer: list[int], speculate: int = 8) -> tuple[Request, list[int]]:
     """An answer that is known beforehand, drafted and verified alone; the length of each draft."""
     request = Request("a", 0, list(prompt), len(prompt), 10_000, Sampling(), speculate=speculate)
-    drafter, lengths = Drafter(), []
+    lengths = []
     while request.num_output_tokens < len(answer):
         rest = answer[request.num_output_tokens :]
-        draft = drafter.draft(request)[: len(rest) - 1]
+        draft = drafts_of(request)[: len(rest) - 1]
         lengths.append(len(draft))
         right = 0
         while right < len(draft) and draft[right] == rest[right]:
