@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,18 @@ def sample_on(
 ) -> tuple[torch.Tensor, list[Answers]]:
     """`sample_step` on the device of `logits`, which it may change; `inputs` are those of `plan`.
     Returns tokens and answers."""
+    return ready_to_sample(logits, plan, inputs, last_tokens, masks, sample)()
+
+
+def ready_to_sample(
+    logits: torch.Tensor,
+    plan: StepPlan,
+    inputs: SampleInputs,
+    last_tokens: Sequence[int] | None = None,
+    masks: Mapping[int, Sequence[int]] | None = None,
+    sample: Sample = sampler.sample,
+) -> Callable[[], tuple[torch.Tensor, list[Answers]]]:
+    """What `sample_on` calls, once everything is on the device; it may be called again."""
     device, vocab_size = logits.device, logits.shape[1]
 
     def there(array: npt.NDArray[Any]) -> torch.Tensor:
@@ -145,7 +158,7 @@ def sample_on(
         message = mask_message(plan.step_id, masks, vocab_size)
         shared_out = SampleMasks(*check_mask(message, plan, vocab_size), inputs.ranges)
         on_device = shared_out.on_device([there(array) for array in shared_out.arrays])
-    return sample_step(logits, step, on_device, there(last), sample)
+    return partial(sample_step, logits, step, on_device, there(last), sample)
 
 
 def by_answer(
