@@ -45,8 +45,9 @@ def drawn(setup: Setup, seed: int, count: int) -> list[NewRequest]:
     return some_resumed(rng, requests, 0.2, setup.vocab_size, windows)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize(
+    ("name", "depth"), [("ample", 1), ("swap", 1), *((name, 2) for name in SETUPS)]
+)
 def test_everything_at_once(name: str, depth: int) -> None:
     """A sample does not know a token before it, or knows one that was never there; a score is lost,
     doubled, or another token's; an answer breaks its grammar or its minimal length."""
@@ -56,7 +57,7 @@ def test_everything_at_once(name: str, depth: int) -> None:
     assert outcome.histories > 20
     assert outcome.bans > 20
     assert outcome.masks > 20
-    assert outcome.scored > 50
+    assert outcome.scored > 20
     assert bool(outcome.late_masks) == (depth == 2)
     assert outcome.verified or setup.policy == "static"
 

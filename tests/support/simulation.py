@@ -209,6 +209,9 @@ class Simulation:
         absorbed = self.scheduler.absorb(result)
         for request in absorbed.sampled + absorbed.scored:
             self._note(request)
+        for request in oldest.requests:  # ended ones, too
+            num_new = len(request.token_ids) - len(request.first_tokens)
+            assert len(request.scores) == (request.sampling.logprobs is not None) * num_new
         if self._held is not None:
             held, self._held = self._held, None
             self.results[0] = self._compute(held, self.state.in_flight[0])
