@@ -7,7 +7,7 @@
 #   make bench       every measurement, long; BENCH="--requests 6 --turns 1" for a quick sample
 #   make lint        ruff and mypy
 #   make format      let ruff fix what it can
-#   make protos      regenerate protobuf code and client/blocking.py
+#   make protos      regenerate protobuf code and the blocking client
 #   make wheel       build the wheel into dist/
 #   make clean       remove everything that was built, and the environment
 

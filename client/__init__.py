@@ -3,7 +3,8 @@
 Needs grpcio and protobuf only. The `chairlift` command lives here too (client/cli.py).
 """
 
-from client.aio import AsyncChairlift, AsyncTokenStream
+from client.aio import AsyncChairlift
+from client.aio_stream import AsyncTokenStream
 from client.answers import (
     Answer,
     Completion,
@@ -13,7 +14,9 @@ from client.answers import (
     TokenLogprobs,
     Usage,
 )
-from client.blocking import Chairlift, TokenStream
+from client.blocking import Chairlift
+from client.blocking_stream import TokenStream
+from client.chat_messages import ChatMessage, ToolCall
 from client.errors import (
     Cancelled,
     ChairliftError,
@@ -29,7 +32,8 @@ from client.errors import (
     Unavailable,
     Unreachable,
 )
-from client.messages import ChatMessage, SamplingOptions
+from client.mapping import MapProgress
+from client.messages import GenerateOptions, SamplingOptions
 
 __all__ = [
     "Answer",
@@ -43,7 +47,9 @@ __all__ = [
     "DeadlineExceeded",
     "Delta",
     "DuplicateRequest",
+    "GenerateOptions",
     "InvalidRequest",
+    "MapProgress",
     "NotFound",
     "NotImplementedYet",
     "Paused",
@@ -54,6 +60,7 @@ __all__ = [
     "Timing",
     "TokenLogprobs",
     "TokenStream",
+    "ToolCall",
     "Unauthenticated",
     "Unavailable",
     "Unreachable",

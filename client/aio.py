@@ -8,115 +8,48 @@ Every call may raise the errors of client/errors.py. Create the client inside a 
 cancelling the task that reads a stream cancels its request.
 """
 
-# The source of both clients: client/make_blocking.py derives client/blocking.py from this file.
+# client/make_blocking.py derives client/blocking.py from this file.
 
 from __future__ import annotations
 
 from asyncio import sleep
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, Self, Unpack
 
 import grpc
 
-from client.answers import Answer, Completion, Delta, Started, Transcript, Usage, with_siblings
+from client.aio_stream import AsyncTokenStream
+from client.answers import Answer, with_siblings
+from client.chat_messages import Chat, ChatOptions
 from client.connection import (
     DEFAULT_ADDRESS,
     MAX_DEADLINE_SECONDS,
     READY_POLL_SECONDS,
     READY_SECONDS,
-    AsyncResponses,
     open_async_channel,
 )
-from client.errors import DeadlineExceeded, Unavailable, from_rpc_error
+from client.errors import ChairliftError, DeadlineExceeded, Unavailable, from_rpc_error
+from client.fields import message
+from client.mapping import DEFAULT_CONCURRENCY, MapProgress, async_ordered_answers
 from client.messages import (
-    Chat,
+    GenerateOptions,
     Prompt,
-    SamplingOptions,
+    check_options,
     generate_request,
-    message,
     tokenize_request,
 )
+from client.resuming import DEFAULT_RETRIES
 from protos import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-
-
-class AsyncTokenStream(AsyncIterator[Delta]):
-    """The deltas of one request as they arrive; everything received so far stays readable.
-
-    The request is already running. Leaving early cancels it: by `cancel()`, at the end of its
-    `async with` block, or when the stream is dropped (a `break` out of the loop).
-    """
-
-    def __init__(self, call: Any, owner: AsyncChairlift) -> None:
-        self._responses = AsyncResponses(call)
-        self._owner = owner  # keeps the connection alive while the stream is read
-        self._transcript = Transcript()
-
-    async def __anext__(self) -> Delta:
-        delta = None
-        while delta is None:
-            try:
-                response = await self._responses.read()
-            except grpc.RpcError as error:
-                raise from_rpc_error(error, self._owner.address) from None
-            if response is None:
-                raise StopAsyncIteration
-            delta = self._transcript.absorb(response)
-        return delta
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.cancel()
-
-    def __del__(self) -> None:
-        self.cancel()
-
-    def cancel(self) -> None:
-        """Aborts the request and ends iteration. Does nothing once the request has ended."""
-        self._responses.cancel()
-
-    @property
-    def started(self) -> Started | None:
-        """Request id, seed and model; None until the first response has been read."""
-        return self._transcript.started
-
-    @property
-    def completions(self) -> dict[int, Completion]:
-        """How each finished sibling ended, by index."""
-        return self._transcript.completions
-
-    @property
-    def finish_reason(self) -> str | None:
-        """The first sibling's finish reason; None while it runs."""
-        completion = self.completions.get(0)
-        return completion.finish_reason if completion else None
-
-    @property
-    def usage(self) -> Usage | None:
-        """The first sibling's token counts; None while it runs."""
-        completion = self.completions.get(0)
-        return completion.usage if completion else None
-
-    async def text(self, index: int = 0) -> str:
-        """Reads to the end; the whole text of one sibling."""
-        async for _ in self:
-            pass
-        return self._transcript.text(index)
-
-    async def answers(self) -> list[Answer]:
-        """Reads to the end; the answers of all siblings, by index."""
-        async for _ in self:
-            pass
-        return self._transcript.answers()
 
 
 class AsyncChairlift:
     """A connection to one server. Nothing is sent before the first call.
 
-    `timeout` (seconds) is the default deadline of every call; None means no deadline. `address` is
-    a gRPC target: "host:port", "dns:///host:port" or "unix:path".
+    `timeout` (seconds) is the default deadline of every call; None means no deadline. `retries`
+    bounds how often in a row a request is tried again, or resumed, without success while the server
+    is away or full, with pauses that grow to 5 s; 0 makes the first loss an error. `address` is a
+    gRPC target: "host:port", "dns:///host:port" or "unix:path".
     """
 
     def __init__(
@@ -124,10 +57,12 @@ class AsyncChairlift:
         address: str = DEFAULT_ADDRESS,
         *,
         timeout: float | None = None,
+        retries: int = DEFAULT_RETRIES,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self.address = address
         self.timeout = timeout
+        self.retries = retries
         self._channel = open_async_channel(address, credentials)
         self._inference: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._admin: Any = admin_pb2_grpc.AdminStub(self._channel)
@@ -150,20 +85,21 @@ class AsyncChairlift:
         priority: int | None = None,
         cache_salt: str = "",
         timeout: float | None = None,
-        **sampling: Unpack[SamplingOptions],
+        retries: int | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> AsyncTokenStream:
         """Sends a request at once, before the stream is first read, and streams its deltas.
 
-        `prompt` is text, token ids, or chat messages (ChatMessage, or mappings with role and
-        content), to which the model's chat template is applied. A `request_id` must not be the id
-        of a live request; lower `priority` runs first; requests share cached prefixes only under
-        the same `cache_salt`. TypeError or ValueError if an argument does not fit its field.
+        `prompt` is text, token ids, or chat messages (ChatMessage, or mappings in the shape of
+        OpenAI's API), to which the model's chat template is applied. A `request_id` must not be the
+        id of a live request; lower `priority` runs first; requests share cached prefixes only under
+        the same `cache_salt`. `timeout` covers the whole answer, with all its retries. TypeError or
+        ValueError if an argument does not fit its field.
         """
         request = generate_request(
-            prompt, sampling, request_id=request_id, priority=priority, cache_salt=cache_salt
+            prompt, options, request_id=request_id, priority=priority, cache_salt=cache_salt
         )
-        call = self._inference.Generate(request, timeout=self._deadline(timeout))
-        return AsyncTokenStream(call, self)
+        return self._stream(request, retries, timeout)
 
     async def complete(
         self,
@@ -173,7 +109,8 @@ class AsyncChairlift:
         priority: int | None = None,
         cache_salt: str = "",
         timeout: float | None = None,
-        **sampling: Unpack[SamplingOptions],
+        retries: int | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Answer:
         """The whole answer in one message; arguments as in `generate`.
 
@@ -181,14 +118,56 @@ class AsyncChairlift:
         """
         request = generate_request(
             prompt,
-            sampling,
+            options,
             request_id=request_id,
             priority=priority,
             cache_salt=cache_salt,
             stream=False,
         )
-        call = self._inference.Generate(request, timeout=self._deadline(timeout))
-        return with_siblings(await AsyncTokenStream(call, self).answers())
+        return with_siblings(await self._stream(request, retries, timeout).answers())
+
+    def map(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        concurrency: int = DEFAULT_CONCURRENCY,
+        on_progress: Callable[[MapProgress], None] | None = None,
+        priority: int | None = None,
+        cache_salt: str = "",
+        timeout: float | None = None,
+        retries: int | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncIterator[Answer | ChairliftError]:
+        """Answers to many prompts, in their order, each as soon as it and those before it are
+        ready; up to `concurrency` requests run at once.
+
+        An item that fails is its error, and does not stop the others. `prompts` may be a generator
+        of any length: no more is held than a few times `concurrency`. `timeout` is that of each
+        request. Leaving the loop early cancels what runs.
+        """
+        check_options(options, priority=priority, cache_salt=cache_salt)
+
+        def start(prompt: Prompt) -> AsyncTokenStream:
+            request = generate_request(
+                prompt, options, priority=priority, cache_salt=cache_salt, stream=False
+            )
+            return self._stream(request, retries, timeout)
+
+        return async_ordered_answers(start, prompts, concurrency, on_progress)
+
+    def _stream(
+        self,
+        request: inference_pb2.GenerateRequest,
+        retries: int | None,
+        timeout: float | None,
+    ) -> AsyncTokenStream:
+        retries = self.retries if retries is None else retries
+        return AsyncTokenStream(
+            self._start, self.address, request, retries, self._deadline(timeout)
+        )
+
+    def _start(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Any:
+        return self._inference.Generate(request, timeout=timeout)
 
     async def abort(self, *request_ids: str, timeout: float | None = None) -> list[str]:
         """Ends live requests of any client with finish_reason "abort"; returns the ids that were
@@ -202,9 +181,10 @@ class AsyncChairlift:
         *,
         add_special_tokens: bool | None = None,
         timeout: float | None = None,
+        **options: Unpack[ChatOptions],
     ) -> list[int]:
         """Token ids of a text, or of chat messages under the model's chat template."""
-        request = tokenize_request(prompt, add_special_tokens)
+        request = tokenize_request(prompt, add_special_tokens, options)
         return list((await self._call(self._inference.Tokenize, request, timeout)).token_ids)
 
     async def detokenize(

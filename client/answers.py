@@ -49,6 +49,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int  # prompt tokens found in the prefix cache
+    drafted_tokens: int = 0  # guessed and verified (`speculate`)
+    accepted_tokens: int = 0  # of these, those that were right
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class Completion:
     stop_string: str | None
     usage: Usage
     timing: Timing
+    beam_score: float | None = None  # of a beam search: summed logprobs / length ^ length_penalty
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +183,8 @@ def _completion(response: inference_pb2.GenerateResponse) -> Completion:
             message.usage.prompt_tokens,
             message.usage.completion_tokens,
             message.usage.cached_tokens,
+            message.usage.drafted_tokens,
+            message.usage.accepted_tokens,
         ),
         timing=Timing(
             message.timing.queued_seconds,
@@ -187,4 +192,5 @@ def _completion(response: inference_pb2.GenerateResponse) -> Completion:
             message.timing.decode_seconds,
             message.timing.preemptions,
         ),
+        beam_score=message.beam_score if message.HasField("beam_score") else None,
     )

@@ -1,16 +1,10 @@
-"""The connection to a server: default address, channel settings, and the responses of a call.
-
-Where the blocking and the asyncio API of gRPC differ, both forms are here, so that client/aio.py
-can be the source of both clients.
-"""
+"""The connection to a server: default address and channel settings."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import ipaddress
 import socket
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 import grpc
@@ -52,54 +46,6 @@ def open_async_channel(
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, credentials, options=options)
-
-
-class Responses:
-    """The responses of a running call; a blocking read per response."""
-
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._is_cancelled = False
-
-    def read(self) -> Any | None:
-        """The next response; None at the end, or after `cancel`. Raises grpc.RpcError."""
-        try:
-            return next(self._call, None)
-        except grpc.RpcError:
-            if self._is_cancelled:
-                return None
-            raise
-
-    def cancel(self) -> None:
-        """Aborts the call; does nothing once it has ended."""
-        self._is_cancelled = True
-        self._call.cancel()
-
-
-class AsyncResponses:
-    """The responses of a running asyncio call. Cancelling the task that reads aborts the call."""
-
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._is_cancelled = False
-
-    async def read(self) -> Any | None:
-        """The next response; None at the end, or after `cancel`. Raises grpc.RpcError."""
-        try:
-            response = await self._call.read()
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._is_cancelled and not (task is not None and task.cancelling()):
-                return None  # our own cancel(), not the task's
-            self._call.cancel()
-            raise
-        return None if response is grpc.aio.EOF else response
-
-    def cancel(self) -> None:
-        """Aborts the call; does nothing once it has ended."""
-        self._is_cancelled = True
-        with contextlib.suppress(RuntimeError):  # its event loop is closed
-            self._call.cancel()
 
 
 def channel_options(address: str) -> list[tuple[str, int]]:

@@ -151,7 +151,7 @@ REQUEST_FIELDS: Final[dict[str, SamplingField]] = {
     ),
     "beam_width": SamplingField(
         dtype="int32", neutral=1, minimum=1, allowed="1 to max_requests_per_batch",
-        config_key="num_beams", effect="beams of a beam search; 1 is off",
+        effect="beams of a beam search; 1 is off",
     ),
     "length_penalty": SamplingField(
         dtype="float32", neutral=1.0, allowed="a number", config_key="length_penalty",

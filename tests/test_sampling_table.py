@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from protos import inference_pb2 as pb
+from protos.api_fields import GENERATE_FIELDS, OTHER_SAMPLING_FIELDS
+from protos.field_tables import PAGES, updated
 from protos.plan import decode_plan, encode_plan
 from protos.sampling import (
     REQUEST_FIELDS,
     SAMPLER_FIELDS,
     SAMPLING_FIELDS,
-    UNSUPPORTED_FIELDS,
     SamplingField,
 )
 from scheduler_svc.core.limits import Limits
@@ -46,19 +47,37 @@ def test_the_table_is_the_api() -> None:
         if field.type in numbers and not field.is_repeated
     }
     assert found == {name: entry.dtype for name, entry in SAMPLING_FIELDS.items()}
-    assert len(SAMPLING_FIELDS) == sum(
-        map(len, (SAMPLER_FIELDS, REQUEST_FIELDS, UNSUPPORTED_FIELDS))
-    )
+    assert len(SAMPLING_FIELDS) == len(SAMPLER_FIELDS) + len(REQUEST_FIELDS)
 
 
-@pytest.mark.parametrize("name", SAMPLING_FIELDS)
-def test_the_docs_state_each_entry(name: str) -> None:
-    """Limits that the docs get wrong are found out by errors."""
-    rows = re.findall(rf"^\| `{name}` .*$", (ROOT / "docs/sampling.md").read_text(), re.MULTILINE)
-    entry = SAMPLING_FIELDS[name]
-    neutral = "" if entry.neutral is None else f"{entry.neutral:g}"
-    key = f"`{entry.config_key}`" if entry.config_key and name in SAMPLER_FIELDS else ""
-    assert rows == [f"| `{name}` | {neutral} | {entry.allowed} | {key} | {entry.effect} |"]
+def test_every_field_is_described() -> None:
+    """A field that is in no table is in no page either."""
+    sampling = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+    assert sampling == SAMPLING_FIELDS.keys() | OTHER_SAMPLING_FIELDS.keys()
+    assert {field.name for field in pb.GenerateRequest.DESCRIPTOR.fields} == GENERATE_FIELDS.keys()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_pages_have_the_tables_as_they_are(name: str) -> None:
+    """Limits that the docs get wrong are found out by errors: run python -m protos.field_tables."""
+    page = (ROOT / name).read_text()
+    assert updated(page) == page
+
+
+@pytest.mark.parametrize(
+    ("page", "tables"),
+    [
+        ("README.md", ["defaults"]),
+        ("docs/sampling.md", ["sampler", "scheduler", "others", "generate"]),
+    ],
+)
+def test_each_page_has_its_tables(page: str, tables: list[str]) -> None:
+    """A comment that no longer matches leaves the table behind as it was."""
+    text = (ROOT / page).read_text()
+    assert re.findall(r"<!-- table (\w+)", text) == tables
+    emptied = re.sub(r"(<!-- table .*?-->).*?(<!-- end)", r"\1\n\2", text, flags=re.DOTALL)
+    assert len(emptied) < len(text) - 500
+    assert updated(emptied) == text
 
 
 @pytest.mark.parametrize("name", [n for n, e in SAMPLING_FIELDS.items() if e.neutral is not None])
@@ -76,7 +95,7 @@ def unlike_neutral(entry: SamplingField) -> float | int:
 
 def on_device(sampling: dict[str, float], stated: dict[str, float]) -> dict[str, list[float]]:
     """Each parameter in the worker's buffer, for a request and a model's generation_config."""
-    model = Model("tiny", FACTS, Tokenizer(chat(), stated))
+    model = Model.of("tiny", FACTS, Tokenizer(chat(), stated))
     asked = pb.GenerateRequest(text="hello", sampling=pb.SamplingParams(**sampling))
     scheduler = Scheduler(Limits(64, 8), Setup().geometry())
     scheduler.submit(validate(asked, "r", 0, model, 8).new)
@@ -86,9 +105,10 @@ def on_device(sampling: dict[str, float], stated: dict[str, float]) -> dict[str,
     plan = decode_plan(planned.step_id, False, counts, buffer)
     group = CacheGroup(FULL_ATTENTION, (0,), 0, 1)
     inputs = prepare_inputs(plan, [group], 16, row_shape(5, 1, 1, 5, 1))
-    device = InputBuffer(Capacity(8, 8, 8, 8, 8, 1), torch.device("cpu"))
+    device = InputBuffer(Capacity(8, 8, 8, 8, 8, 1, 8), torch.device("cpu"))
     device.write(plan, inputs, FACTS.vocab_size)
-    return {name: tensor.tolist() for name, tensor in device.samples().parameters.items()}
+    (samples,) = device.samples().slices
+    return {name: tensor.tolist() for name, tensor in samples.samples.parameters.items()}
 
 
 def test_every_parameter_reaches_the_device() -> None:
@@ -96,28 +116,30 @@ def test_every_parameter_reaches_the_device() -> None:
     wanted = {name: unlike_neutral(entry) for name, entry in SAMPLER_FIELDS.items()}
     as_lists = {name: [value] for name, value in wanted.items()}
     assert on_device(wanted, {}) == as_lists
-    stated = {entry.config_key: wanted[name] for name, entry in SAMPLER_FIELDS.items()}
-    assert on_device({}, stated) == as_lists
-    assert on_device({}, {}) == {name: [e.neutral] for name, e in SAMPLER_FIELDS.items()}
+    neutral = {name: [entry.neutral] for name, entry in SAMPLER_FIELDS.items()}
+    keys = {name: entry.config_key for name, entry in SAMPLER_FIELDS.items() if entry.config_key}
+    stated = {key: wanted[name] for name, key in keys.items()}
+    assert on_device({}, stated) == neutral | {name: as_lists[name] for name in keys}
+    assert on_device({}, {}) == neutral
 
 
 EXTENDED = """
 from dataclasses import dataclass
 from protos import sampling
 
-entry = sampling.UNSUPPORTED_FIELDS.pop("repetition_penalty")
+entry = sampling.REQUEST_FIELDS.pop("length_penalty")  # a field of the API, as must be
 
 @dataclass(frozen=True, slots=True)
 class Extended(sampling.SamplerParameters):
-    repetition_penalty: float = sampling._parameter(entry)
+    length_penalty: float = sampling._parameter(entry)
 
 sampling.SamplerParameters = Extended
-sampling.SAMPLER_FIELDS["repetition_penalty"] = entry
+sampling.SAMPLER_FIELDS["length_penalty"] = entry
 
 from tests.test_sampling_table import on_device, test_every_parameter_reaches_the_device
 
 test_every_parameter_reaches_the_device()
-assert on_device({"repetition_penalty": 1.5}, {})["repetition_penalty"] == [1.5]
+assert on_device({"length_penalty": 1.5}, {})["length_penalty"] == [1.5]
 """
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Final
@@ -26,33 +25,39 @@ import numpy as np
 import torch
 
 from protos import link_pb2
-from protos.plan import StepPlan, StepResult, empty_plan
+from protos.plan import StepPlan, empty_plan
+from protos.sampling import MAX_LOGPROBS
 from worker.attention.backends import choose_backend
 from worker.batch.inputs import StepInputs, prepare_inputs
+from worker.batch.mask_values import check_mask
 from worker.batch.padding import PaddedShape, PaddedShapes, row_shape
-from worker.batch.plan_values import PlanBounds, check_plan
+from worker.batch.plan_values import InvalidPlan, PlanBounds, check_plan
 from worker.cpu_layers.deterministic import RowBits, prove_row_bits
 from worker.cpu_layers.packing import is_packed
 from worker.kv.kv_pool import KvPool
 from worker.kv.swap import SwapPool
 from worker.memory.pool_size import plan_memory
+from worker.memory.step_memory import most_logits, samples_at_once
 from worker.model.capture_check import why_not_capturable
 from worker.model.load import LoadedModel
 from worker.process.device_failure import DeviceFailed
 from worker.process.progress import Progress
+from worker.step.candidates import joined
 from worker.step.forward import Forward, Forwarded
 from worker.step.graphs import StaticForward
 from worker.step.io_buffers import Capacity, InputBuffer
-from worker.step.lanes import Mark, new_lane, settle
-from worker.step.output_buffer import OutputBuffer
+from worker.step.lanes import new_lane, settle
 from worker.step.pre_ops import MOST_IN_FLIGHT, PreOps
-from worker.step.sampler import SampleRows, sample
+from worker.step.running_step import IoSet, RunningStep
+from worker.step.sampler import sample
+from worker.step.sampling import Sample, sample_step
 
-Sample = Callable[[torch.Tensor, SampleRows], torch.Tensor]  # see worker.step.sampler.sample
+MaskSource = Callable[[], link_pb2.Mask]  # waits for the mask of the plan being launched
 
 logger = logging.getLogger(__name__)
 
 _UNPACKED_ROWS: Final = 4  # deterministic, unpacked: rows come in multiples of this
+_MOST_ENTRIES: Final = 2**22  # of candidates in a result, unless max_logits needs more
 
 
 class Runner:
@@ -114,6 +119,7 @@ class Runner:
             configure.q_padding_interval_size or 8,
             self._row_multiple,
         )
+        self._max_logits = most_logits(loaded.vocab_size, configure, loaded.device)
         capacity = self._capacity()
         groups = range(capacity.groups)
         self._bounds = PlanBounds(
@@ -123,10 +129,13 @@ class Runner:
             num_swap_blocks=[self.swap.num_blocks(group) for group in groups],
             num_rows=len(self._last_token),
             num_embeddings=loaded.num_embeddings,
+            vocab_size=loaded.vocab_size,
             max_tokens=self._shapes.most_tokens,
+            max_logits=self._max_logits,
             max_blocks=capacity.blocks - capacity.groups * self._shapes.most_tokens,
+            max_entries=max(_MOST_ENTRIES, 2 * self._max_logits * (1 + MAX_LOGPROBS)),
         )
-        self._sets = [_IoSet(capacity, self._device) for _ in range(MOST_IN_FLIGHT)]
+        self._sets = [IoSet(capacity, self._device) for _ in range(MOST_IN_FLIGHT)]
         self._num_launched = 0
         self._forward = Forward(
             loaded.model, loaded.hidden_states, self.backend, self.pool, self._last_token
@@ -147,13 +156,17 @@ class Runner:
             self._forward, static, self._shapes, self._write_padding, captures
         )
 
-    def launch(self, plan: StepPlan) -> RunningStep:
-        """Launches `plan`. With two steps in flight, waits until the older one's result is read.
+    def launch(self, plan: StepPlan, mask_of: MaskSource | None = None) -> RunningStep:
+        """Launches `plan`. With two steps in flight, waits until the older one's result is read. A
+        plan that awaits a mask gets it from `mask_of`, called once its forward is launched.
 
         Raises InvalidPlan for a plan that contradicts itself or exceeds what this worker has; then
-        no block's KV has changed. Raises DeviceFailed where the device cannot run another step.
+        no block's KV has changed; also for a mask that does not fit the plan. Raises DeviceFailed
+        where the device cannot run another step, and what `mask_of` raises.
         """
         check_plan(plan, self._bounds)
+        if plan.awaits_mask and mask_of is None:
+            raise InvalidPlan(f"step {plan.step_id} awaits a mask, and none can come")
         shape = self._shape_of(plan)
         inputs = prepare_inputs(plan, self._geometry.groups, self._geometry.page_size, shape)
         io = self._sets[self._num_launched % len(self._sets)]
@@ -161,7 +174,7 @@ class Runner:
         try:
             io.inputs.write(plan, inputs, self._loaded.vocab_size)
             with torch.inference_mode(), self._row_bits:
-                launched = self._run(plan, inputs, shape, io)
+                launched = self._run(plan, inputs, shape, io, mask_of)
         except BaseException as error:
             self._wait_until_idle(error)
             io.give_back()
@@ -178,7 +191,12 @@ class Runner:
             raise DeviceFailed(f"{type(error).__name__}: {error}") from broken
 
     def _run(
-        self, plan: StepPlan, inputs: StepInputs, shape: PaddedShape, io: _IoSet
+        self,
+        plan: StepPlan,
+        inputs: StepInputs,
+        shape: PaddedShape,
+        io: IoSet,
+        mask_of: MaskSource | None,
     ) -> RunningStep:
         with self._inbound.use():
             io.inputs.to_device()
@@ -187,46 +205,41 @@ class Runner:
         swapped_out = self._pre_ops.run(plan, inputs, self._compute)
         with self._compute.use():
             self._last_token.index_fill_(0, io.inputs.init_rows(), 0)
-            io.outputs.clear()
+            io.begin_outputs(inputs)
             if inputs.num_tokens:  # else a plan of pre-ops alone
                 forwarded = self._forward_of(io, inputs, shape)
-                tokens = self._sample_rows(plan, io.inputs.samples(), forwarded.logits)
-                io.outputs.write(
-                    tokens,
-                    forwarded.is_token_finite[: inputs.num_tokens],
-                    forwarded.is_logits_finite[: inputs.num_logits],
+        spans = []
+        if plan.awaits_mask and mask_of is not None:
+            spans.append((begin, self._compute.mark()))
+            self._take_mask(plan, io, mask_of())
+            begin = self._compute.mark()
+        with self._compute.use():
+            if inputs.num_tokens:
+                samples, masks = io.inputs.samples(), io.masks_on_device()
+                tokens, answers = sample_step(
+                    forwarded.logits, samples, masks, self._last_token, self.sample
                 )
+                is_token_finite = forwarded.is_token_finite[: inputs.num_tokens]
+                is_logits_finite = forwarded.is_logits_finite[: inputs.num_logits]
+                io.outputs.write([tokens, is_token_finite, is_logits_finite, *joined(answers)])
         end = self._compute.mark()
         self._outbound.after(end)
         if swapped_out is not None:
             self._outbound.after(swapped_out)
         with self._outbound.use():
             io.outputs.to_host()
-        return RunningStep(plan, io, begin, end, self._outbound.mark())
+        return RunningStep(plan, io, [*spans, (begin, end)], self._outbound.mark())
 
-    def _forward_of(self, io: _IoSet, inputs: StepInputs, shape: PaddedShape) -> Forwarded:
+    def _forward_of(self, io: IoSet, inputs: StepInputs, shape: PaddedShape) -> Forwarded:
         if self._static is not None and shape.is_static:
             return self._static(io.inputs, inputs, shape)
         return self._forward(io.inputs.read(shape), shape.longest_query, inputs)
 
-    def _sample_rows(
-        self, plan: StepPlan, samples: SampleRows, logits: torch.Tensor
-    ) -> torch.Tensor:
-        """Tokens [S]; each row's last one is stored, to which later plans refer by -1."""
-        count = len(samples.rows)
-        if not count:
-            return samples.rows
-        # usually one sample of each row in order: then the rows need not be copied
-        in_order = np.array_equal(plan.sample_logits, np.arange(count))
-        chosen = logits[:count] if in_order else logits[samples.logits]
-        tokens = self.sample(chosen.float(), samples)
-        is_last = np.append(plan.sample_rows[1:] != plan.sample_rows[:-1], True)  # of its row
-        if is_last.all():
-            self._last_token[samples.rows] = tokens
-        else:
-            last = torch.from_numpy(np.flatnonzero(is_last)).to(tokens.device)
-            self._last_token[samples.rows[last]] = tokens[last]
-        return tokens
+    def _take_mask(self, plan: StepPlan, io: IoSet, mask: link_pb2.Mask) -> None:
+        io.write_mask(*check_mask(mask, plan, self._loaded.vocab_size))
+        with self._inbound.use():
+            io.mask_buffer.to_device()
+        self._compute.after(self._inbound.mark())
 
     def _shape_of(self, plan: StepPlan) -> PaddedShape:
         longest = int(np.diff(plan.query_start_loc).max(initial=0))
@@ -248,10 +261,11 @@ class Runner:
             tokens=self._shapes.most_tokens,
             requests=requests,
             logits=self._shapes.most_tokens,
-            samples=len(self._last_token),
+            samples=max(len(self._last_token), self._max_logits),
             # padding: at most a page for each token
             blocks=requests * pages + len(self._geometry.groups) * self._shapes.most_tokens,
             groups=len(self._geometry.groups),
+            samples_at_once=samples_at_once(self._loaded.vocab_size, len(self._last_token)),
         )
 
     def _write_padding(self, shape: PaddedShape) -> None:
@@ -291,49 +305,8 @@ class Runner:
             attention=self.backend.name,
             overlaps_swap=self._device.type == "cuda",
             kv_cache_dtype=_name(loaded.kv_dtype),
+            max_logits=self._max_logits,
         )
-
-
-class _IoSet:
-    """A step's inputs and outputs, from its launch until its result is read."""
-
-    def __init__(self, capacity: Capacity, device: torch.device) -> None:
-        self.inputs = InputBuffer(capacity, device)
-        size = capacity.samples + capacity.tokens + capacity.logits
-        self.outputs = OutputBuffer(size, device)
-        self._is_free = threading.Semaphore()
-
-    def take(self) -> None:
-        self._is_free.acquire()
-
-    def give_back(self) -> None:
-        self._is_free.release()
-
-
-class RunningStep:
-    """A step that was launched."""
-
-    def __init__(self, plan: StepPlan, io: _IoSet, begin: Mark, end: Mark, is_out: Mark) -> None:
-        self._plan = plan
-        self._io = io
-        self._begin, self._end, self._is_out = begin, end, is_out
-
-    def wait(self) -> StepResult:
-        """Blocks until the step has finished; to be called once, in the order of the launches."""
-        plan = self._plan
-        try:
-            self._is_out.wait()
-            microseconds = self._end.microseconds_since(self._begin)
-            token_ids, is_token_finite, is_logits_finite = self._io.outputs.read()
-        finally:
-            self._io.give_back()
-        is_token_finite[plan.logits_indices] &= is_logits_finite
-        is_finite = np.empty(0, np.int32)
-        if len(plan.rows):
-            starts = plan.query_start_loc[:-1]
-            is_finite = np.logical_and.reduceat(is_token_finite, starts).astype(np.int32)
-        # the loop knows how long the plan was queued
-        return StepResult(plan.step_id, microseconds, 0, token_ids, is_finite)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -24,7 +24,7 @@ from client.bench.replay import replay
 from client.bench.result import Result
 from client.bench.synthetic import Lengths, Recipe, make_requests
 from client.bench.workload import WorkloadRequest, read_workload
-from client.messages import as_dict
+from client.fields import as_dict
 from client.processes.launch import LaunchError
 from client.processes.local_server import LocalServer
 from client.terminal.streams import print_error
@@ -61,6 +61,7 @@ class Settings(argparse.Namespace):
     compare_threads: int
     warm: bool  # keep the prefix cache
     gather: bool  # see replay
+    speculate: int
     slo_ttft: float | None
     slo_tpot: float | None
     slo_e2e: float | None
@@ -91,7 +92,8 @@ async def _measure(settings: Settings) -> Result:
         server = await chairlift.server_info()
         requests = requests or make_requests(recipe, model.vocab_size)
         result = Result(
-            workload=f"{path.name}, {len(requests)} requests" if path else str(recipe),
+            workload=(f"{path.name}, {len(requests)} requests" if path else str(recipe))
+            + (f", speculate {settings.speculate}" if settings.speculate else ""),
             arrivals=str(settings.arrivals),
             seed=settings.seed,
             limits=Limits(settings.slo_ttft, settings.slo_tpot, settings.slo_e2e),
@@ -132,7 +134,13 @@ async def _run(
     num_tokens = sum(request.max_new for request in requests)
     with Progress(f"chairlift, {title}", len(requests), num_tokens, sys.stderr) as progress:
         return await replay(
-            chairlift, requests, times, progress.advance, turn, gathers=settings.gather
+            chairlift,
+            requests,
+            times,
+            progress.advance,
+            turn,
+            gathers=settings.gather,
+            speculate=settings.speculate,
         )
 
 
@@ -140,7 +148,9 @@ async def _run(
 async def _connection(settings: Settings) -> AsyncIterator[AsyncChairlift]:
     """A connection to the given server, or to one that is started and stopped here."""
     if not settings.serve:
-        async with AsyncChairlift(settings.address, timeout=settings.timeout) as chairlift:
+        async with AsyncChairlift(
+            settings.address, timeout=settings.timeout, retries=0
+        ) as chairlift:
             yield chairlift
         return
     print_error("starting a server")
@@ -148,7 +158,9 @@ async def _connection(settings: Settings) -> AsyncIterator[AsyncChairlift]:
     with tempfile.TemporaryFile() if path is None else path.open("w+b") as log:
         server = LocalServer(settings.server_options, log)
         try:
-            async with AsyncChairlift(server.address, timeout=settings.timeout) as chairlift:
+            async with AsyncChairlift(
+                server.address, timeout=settings.timeout, retries=0
+            ) as chairlift:
                 if not await server.is_ready(
                     chairlift, lambda why: print_error(f"waiting ({why})")
                 ):

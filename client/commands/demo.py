@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from client.aio import AsyncChairlift
+from client.chat_messages import ChatMessage
 from client.commands.generate import choose_display
 from client.errors import ChairliftError
-from client.messages import ChatMessage
 from client.processes.local_server import LocalServer
 from client.terminal.display import Display, shortened
 from client.terminal.streams import print_error
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
 async def _stream_all(server: LocalServer) -> list[Span]:
     spans = [Span(question) for question, _ in _PROMPTS]
     lanes = {str(number + 1): span.title for number, span in enumerate(spans)}
-    async with AsyncChairlift(server.address) as chairlift:
+    async with AsyncChairlift(server.address, retries=0) as chairlift:
         if not await server.is_ready(
             chairlift, lambda what: print(f"Waiting ({what}) …", flush=True)
         ):

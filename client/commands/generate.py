@@ -12,11 +12,14 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from client.aio import AsyncChairlift, AsyncTokenStream
+from client.aio import AsyncChairlift
+from client.aio_stream import AsyncTokenStream
 from client.answers import Answer
+from client.chat_messages import ChatMessage
 from client.commands.options import add_sampling_options, add_server_options, sampling_options
-from client.errors import ChairliftError
-from client.messages import ChatMessage, Prompt, SamplingOptions, generate_request
+from client.connection import READY_SECONDS
+from client.errors import ChairliftError, Unreachable
+from client.messages import GenerateOptions, Prompt, generate_request
 from client.terminal.display import Display, PlainText, TaggedLines
 from client.terminal.panels import MAX_PANELS, Panels
 from client.terminal.streams import print_error, printable, why_not_text
@@ -37,7 +40,7 @@ examples:
 class Job:
     """The options that apply to every prompt."""
 
-    sampling: SamplingOptions
+    sampling: GenerateOptions
     is_chat: bool
     system: str | None
     priority: int | None
@@ -74,7 +77,7 @@ def add_parser(commands: Any) -> None:
         "--cache-salt", default="", metavar="TEXT", help="share cached prefixes only with this salt"
     )
     add_sampling_options(parser, max_tokens=_DEFAULT_MAX_TOKENS, has_siblings=True)
-    add_server_options(parser)
+    add_server_options(parser, has_retries=True)
     parser.set_defaults(run=lambda options: run(parser, options))
 
 
@@ -84,6 +87,9 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error(f"--concurrency is {options.concurrency}; allowed: at least 1")
     prompts = read_prompts(parser, options.prompts, options.lines)
     sampling = sampling_options(parser, options)
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in sampling and not options.json:
+            parser.error(f"--{name.replace('_', '-')} needs --json, which prints them")
     try:
         generate_request("", sampling, priority=options.priority, cache_salt=options.cache_salt)
     except ValueError as error:
@@ -97,7 +103,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         concurrency=options.concurrency,
         is_json=options.json,
     )
-    return asyncio.run(_answer_all(options.address, options.timeout, prompts, job))
+    return asyncio.run(_answer_all(options.address, options.timeout, options.retries, prompts, job))
 
 
 def read_prompts(
@@ -136,10 +142,11 @@ def _standard_input(parser: argparse.ArgumentParser, is_one_per_line: bool) -> l
 
 
 async def _answer_all(
-    address: str, timeout_seconds: float | None, prompts: list[str], job: Job
+    address: str, timeout_seconds: float | None, retries: int, prompts: list[str], job: Job
 ) -> int:
     slots = asyncio.Semaphore(job.concurrency)
-    async with AsyncChairlift(address, timeout=timeout_seconds) as chairlift:
+    async with AsyncChairlift(address, timeout=timeout_seconds, retries=retries) as chairlift:
+        await require_server(chairlift)
         if job.is_json:
             tasks = [
                 _answer_as_json(chairlift, number, prompt, job, slots)
@@ -159,6 +166,17 @@ async def _answer_all(
             ]
             codes = await asyncio.gather(*tasks)
         return max(codes)
+
+
+async def require_server(chairlift: AsyncChairlift) -> None:
+    """Raises Unreachable at once where no server answers: a wrong address is more likely than a
+    server that starts this moment, and retries would only delay the message."""
+    try:
+        await chairlift.server_info(timeout=READY_SECONDS)
+    except Unreachable:
+        raise
+    except ChairliftError:  # it is busy, or something in front of it answers
+        pass
 
 
 def choose_display(lanes: dict[str, str]) -> Display:
@@ -229,7 +247,7 @@ async def _answer_as_json(
 def as_json(answer: Answer) -> dict[str, Any]:
     """One answer as the object that `--json` prints."""
     completion = answer.completion
-    return {
+    result: dict[str, Any] = {
         "index": completion.index,
         "text": answer.text,
         "token_ids": answer.token_ids,
@@ -242,6 +260,12 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "usage": dataclasses.asdict(completion.usage),
         "timing": dataclasses.asdict(completion.timing),
     }
+    if completion.beam_score is not None:
+        result["beam_score"] = completion.beam_score
+    for name in ("logprobs", "prompt_logprobs"):
+        if entries := getattr(answer, name):
+            result[name] = [dataclasses.asdict(entry) for entry in entries]
+    return result
 
 
 def _print_json(value: dict[str, Any]) -> None:

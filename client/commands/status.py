@@ -11,7 +11,7 @@ from typing import Any
 from client.blocking import Chairlift
 from client.commands.options import add_server_options
 from client.errors import ChairliftError, Unreachable
-from client.messages import as_dict
+from client.fields import as_dict
 from client.terminal.streams import printable
 from protos import admin_pb2, inference_pb2
 
@@ -94,6 +94,9 @@ def _cache_lines(cache: admin_pb2.GetCacheResponse) -> list[str]:
             f"prefixes  {hits:.0%} of {cache.prefix_queries} prompt tokens found; "
             f"{cached} free blocks still cached"
         )
+    if cache.drafted_tokens:
+        accepted = cache.accepted_tokens / cache.drafted_tokens
+        lines.append(f"drafts    {accepted:.0%} of {cache.drafted_tokens} guessed tokens accepted")
     if cache.swap_chunks_total:
         lines.append(f"swap      {_used(cache.swap_chunks_total, cache.swap_chunks_free)}")
     preemptions = cache.offloads + cache.soft_resets

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from scheduler_svc.core.request import FinishReason, Request
+from scheduler_svc.core.request import FinishReason, Request, TokenScore
 from scheduler_svc.engine.events import Delta, Event, Failed, Finished
 from scheduler_svc.errors import ChairliftError
 
@@ -42,6 +42,8 @@ class Answer:
     num_read: int = 0  # output tokens turned into text
     num_sent: int = 0  # output tokens sent to the client
     unsent_text: str = ""
+    num_resumed: int = 0  # output tokens that came with the request
+    owes_prompt_scores: bool = True
 
     @property
     def is_held_back(self) -> bool:
@@ -77,9 +79,18 @@ class Answers:
         """The live siblings of a request."""
         return list(self._families.get(request_id, {}).values())
 
-    def add(self, request: Request, text: OutputText | None, is_streamed: bool = True) -> None:
+    def add(
+        self,
+        request: Request,
+        text: OutputText | None,
+        is_streamed: bool = True,
+        unsent_text: str = "",
+    ) -> None:
+        """`unsent_text` is what is left of the text of a resumed answer's tokens, which `text` has
+        read and its client has."""
         last_delta = None if is_streamed else Delta(request.request_id, request.index, [], "")
-        answer = Answer(request, text, last_delta, self._clock())
+        answer = Answer(request, text, last_delta, self._clock(), unsent_text=unsent_text)
+        answer.num_resumed = answer.num_read = answer.num_sent = request.num_output_tokens
         self._families.setdefault(request.request_id, {})[request.index] = answer
         self._answers[request] = answer
         self._eager.add(request)
@@ -190,14 +201,30 @@ class Answers:
         self._unsent.pop(request, None)
         begin = request.num_prompt_tokens
         tokens = request.token_ids[begin + answer.num_sent : begin + answer.num_read]
-        if not tokens and not answer.unsent_text:
+        prompt_scores = self._owed_prompt_scores(answer)
+        if not tokens and not answer.unsent_text and not prompt_scores:
             return
         delta = Delta(request.request_id, request.index, tokens, answer.unsent_text)
+        if request.scores:
+            skip = answer.num_resumed
+            delta.logprobs = request.scores[answer.num_sent - skip : answer.num_read - skip]
+        if prompt_scores:
+            delta.prompt_logprobs = prompt_scores
         answer.last_delta = delta
         self._events.append(delta)
         self._allowance -= 1
         answer.num_sent = answer.num_read
         answer.unsent_text = ""
+
+    def _owed_prompt_scores(self, answer: Answer) -> list[TokenScore]:
+        """With the first delta, unless the request ended before all of its prompt was computed."""
+        request = answer.request
+        if not answer.owes_prompt_scores or len(request.prompt_scores) < (
+            request.num_prompt_tokens - 1
+        ):
+            return []
+        answer.owes_prompt_scores = False
+        return request.prompt_scores
 
     def _remove(self, answer: Answer) -> None:
         request = answer.request
@@ -231,4 +258,6 @@ class Answers:
             prefill_seconds=first_token - scheduled,
             decode_seconds=now - first_token,
             preemptions=request.num_preemptions,
+            drafted_tokens=request.num_drafted,
+            accepted_tokens=request.num_accepted,
         )

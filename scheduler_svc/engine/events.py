@@ -14,16 +14,8 @@ from scheduler_svc.core.request import FinishReason, NewRequest, TokenScore
 from scheduler_svc.errors import ChairliftError, RequestRejected
 
 if TYPE_CHECKING:
+    from scheduler_svc.grammar.matcher import Matcher
     from scheduler_svc.text.text import OutputText
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """A validated request."""
-
-    new: NewRequest
-    texts: Sequence[OutputText] = ()  # one per sibling; empty: only tokens are wanted
-    is_streamed: bool = True  # False: one delta per sibling, at its end
 
 
 @dataclass(slots=True)  # not frozen, which would triple the cost of making one
@@ -59,6 +51,18 @@ class Finished:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     beam_score: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A validated request."""
+
+    new: NewRequest
+    texts: Sequence[OutputText] = ()  # one per sibling; empty: only tokens are wanted
+    is_streamed: bool = True  # False: one delta per sibling, at its end
+    unsent_text: str = ""  # of a resumed answer, whose tokens its text has read
+    end: Finished | None = None  # of a resumed answer that has all its tokens; not for the engine
+    matcher: Matcher | None = None  # of the grammar; each sibling gets a copy
 
 
 @dataclass(frozen=True, slots=True)

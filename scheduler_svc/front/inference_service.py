@@ -27,9 +27,10 @@ import grpc
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from scheduler_svc.engine.events import Delta, Finished
+from scheduler_svc.engine.events import Delta, Finished, Submission
 from scheduler_svc.errors import DeadlineExceeded, QueueFull, RequestRejected
 from scheduler_svc.front.prompts import detokenize, prompt_bytes, prompt_token_ids
+from scheduler_svc.front.responses import responses
 from scheduler_svc.front.served_model import Model, ServedModel
 from scheduler_svc.front.streams import LiveStream, LiveStreams
 from scheduler_svc.front.validation import check_request_id, num_siblings, validate
@@ -58,7 +59,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         check_request_id(request.request_id)
         n = num_siblings(request.sampling, self._config.max_requests_per_batch)
-        stream = self._streams.open(request.request_id or uuid.uuid4().hex, n)
+        request_id = request.request_id or uuid.uuid4().hex
+        stream = self._streams.open(request_id, n, request.resume.index)
         try:
             async with _time_limit(self._config.request_timeout):
                 is_streamed = request.stream or not request.HasField("stream")
@@ -94,9 +96,18 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
             is_streamed,
         )
         if not stream.has_ended:
+            self._begin(stream, submission)
+        return submission.new.sampling.seed
+
+    def _begin(self, stream: LiveStream, submission: Submission) -> None:
+        end = submission.end
+        if end is None:
             self._engine.submit(submission)
             self._streams.mark_submitted(stream)
-        return submission.new.sampling.seed
+            return
+        if submission.unsent_text:
+            stream.put(Delta(end.request_id, end.index, [], submission.unsent_text))
+        stream.put(end)
 
     def _check_queue(self) -> None:
         """Raises QueueFull. Called on arrival, so that each request counts those before it."""
@@ -180,51 +191,28 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
 
 async def _write_deltas(stream: LiveStream, context: Context) -> None:
     while (event := await stream.next()) is not None:
-        await context.write(_response(event))
+        await _write(event, context)
 
 
 async def _write_whole(stream: LiveStream, context: Context) -> None:
     for delta, end in await stream.whole():
-        await context.write(_response(delta))
-        await context.write(_response(end))
+        await _write(delta, context)
+        await _write(end, context)
+
+
+async def _write(event: Delta | Finished, context: Context) -> None:
+    for response in responses(event):
+        await context.write(response)
 
 
 def _default_sampling(model: Model) -> pb.SamplingParams:
-    params = pb.SamplingParams()
-    for name, value in model.tokenizer.default_sampling.items():
+    """What the model states; a banned token sequence as its text."""
+    defaults = model.tokenizer.defaults
+    params = pb.SamplingParams(logit_bias=defaults.logit_bias)
+    for name, value in defaults.numbers.items():
         setattr(params, name, value)
+    params.bad_words.extend(model.tokenizer.decode(ids, False) for ids in defaults.bad_words)
     return params
-
-
-def _response(event: Delta | Finished) -> pb.GenerateResponse:
-    if isinstance(event, Finished):
-        return pb.GenerateResponse(index=event.index, complete=_complete(event))
-    response = pb.GenerateResponse(index=event.index)
-    response.chunk.text = event.text
-    response.chunk.token_ids.extend(event.token_ids)
-    return response
-
-
-def _complete(event: Finished) -> pb.Complete:
-    complete = pb.Complete(
-        finish_reason=event.reason,
-        usage=pb.Usage(
-            prompt_tokens=event.prompt_tokens,
-            completion_tokens=event.completion_tokens,
-            cached_tokens=event.cached_tokens,
-        ),
-        timing=pb.Timing(
-            queued_seconds=event.queued_seconds,
-            prefill_seconds=event.prefill_seconds,
-            decode_seconds=event.decode_seconds,
-            preemptions=event.preemptions,
-        ),
-    )
-    if event.stop_token_id is not None:
-        complete.stop_token_id = event.stop_token_id
-    elif event.stop_string is not None:
-        complete.stop_string = event.stop_string
-    return complete
 
 
 @asynccontextmanager

@@ -21,10 +21,13 @@ class StopStrings:
 
     The first is the one that is complete first, and of those that end together the longest: that
     depends on the text alone, never on its division into tokens. Only the longest suffix of the
-    text that is a prefix of a stop string is held back.
+    text that is a prefix of a stop string is held back. Protected text may begin a match, but no
+    match ends in it; all of it comes before the rest.
     """
 
-    __slots__ = ("_held", "_is_included", "_longest", "_sorted", "_stops", "matched")
+    __slots__ = (
+        "_held", "_is_included", "_longest", "_num_protected", "_sorted", "_stops", "matched"
+    )  # fmt: skip
 
     def __init__(self, stops: Sequence[str], is_included: bool) -> None:
         self._stops = tuple(stops)
@@ -32,22 +35,29 @@ class StopStrings:
         self._longest = max(map(len, stops), default=0)
         self._is_included = is_included
         self._held = ""
+        self._num_protected = 0  # characters of the held text, and of text to be pushed
         self.matched: str | None = None
+
+    def protect(self, text: str) -> None:
+        """No match ends in this text, which is to be pushed next."""
+        self._num_protected += len(text)
 
     def push(self, text: str) -> str:
         if self.matched is not None:
             return ""
         # No match begins before the held text, as nothing before it begins a stop string.
         text = self._held + text
+        first_end = self._num_protected + 1
         found = [(start + len(stop), start, stop) for stop in self._stops
-                 if (start := text.find(stop)) >= 0]  # fmt: skip
+                 if (start := text.find(stop, max(0, first_end - len(stop)))) >= 0]  # fmt: skip
         if found:
             end, start, self.matched = min(found)
             self._held = ""
             return text[: end if self._is_included else start]
-        num_held = self._num_held(text)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held]
+        num_shown = len(text) - self._num_held(text)
+        self._held = text[num_shown:]
+        self._num_protected = max(0, self._num_protected - num_shown)
+        return text[:num_shown]
 
     def finish(self) -> str:
         """The held text, which turned out not to be a stop string."""
@@ -89,6 +99,11 @@ class HiddenTokens:
         self._seen = StopStrings(list(self._original), is_included)
         # also finds stop strings that a hidden token interrupts, as the client sees them whole
         self._shown = StopStrings(stops, is_included)
+
+    def protect(self, text: str) -> None:
+        """No match ends in this text, which is to be pushed next."""
+        self._seen.protect(text)
+        self._shown.protect(text.translate(self._unmark))
 
     def push(self, text: str) -> str:
         return self._show(self._seen.push(text))

@@ -129,7 +129,10 @@ def _clean_tail(decode: Decode, token_ids: Sequence[int]) -> list[int]:
 class OutputText:
     """Turns the tokens of one request, or sibling, into text. For one thread, the engine's."""
 
-    __slots__ = ("_detokenizer", "_marks", "_stops", "include_stop_str_in_output", "matched_stop")
+    __slots__ = (
+        "_detokenizer", "_marks", "_num_protected", "_stops", "include_stop_str_in_output",
+        "matched_stop",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -140,10 +143,13 @@ class OutputText:
         stop: Sequence[str] = (),
         hidden: Mapping[int, str] | None = None,
         include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
     ) -> None:
-        """`hidden`: by id, the tokens that `decode` omits and a stop string spells."""
+        """`hidden`: by id, the tokens that `decode` omits and a stop string spells. A stop string
+        that ends within the text of the first `min_tokens` tokens is none."""
         self.include_stop_str_in_output = include_stop_str_in_output  # and a stop token's text
         self.matched_stop: str | None = None  # once one is found, pushes add nothing
+        self._num_protected = min_tokens  # tokens still to come
         self._detokenizer = Detokenizer(decode, prompt_token_ids, pieces)
         self._marks: Mapping[int, str] = {}
         self._stops: StopStrings | HiddenTokens | None = None
@@ -167,6 +173,9 @@ class OutputText:
             return text
         if token_id in self._marks:
             text += self._marks[token_id]
+        if self._num_protected > 0:
+            self._stops.protect(text)
+        self._num_protected -= 1
         shown = self._stops.push(text)
         self.matched_stop = self._stops.matched
         return shown
@@ -184,6 +193,8 @@ class OutputText:
         text = self._detokenizer.finish()
         if self._stops is None:
             return text
+        if self._num_protected >= 0:  # what the last of these tokens left unfinished
+            self._stops.protect(text)
         shown = self._stops.push(text) + self._stops.finish()
         self.matched_stop = self._stops.matched
         return shown

@@ -134,7 +134,7 @@ async def test_errors_and_deadlines(chairlift: AsyncChairlift, engine: FakeEngin
 
 async def test_nobody_there(nobody: str) -> None:
     """As in the blocking client: address and way out."""
-    async with AsyncChairlift(nobody) as chairlift:
+    async with AsyncChairlift(nobody, retries=0) as chairlift:
         with pytest.raises(client.Unreachable, match=nobody):
             await chairlift.generate("count 1").text()
         assert not await chairlift.is_ready()

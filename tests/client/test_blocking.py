@@ -146,10 +146,11 @@ def test_each_status_is_an_exception_with_the_servers_sentence(
     chairlift: Chairlift, status: str, kind: type[client.ChairliftError], when: str
 ) -> None:
     """Callers catch by type and show the sentence; grpc's own errors hide both."""
+    prompt = f"{when} {status} temperature is -1; allowed: >= 0"
     with pytest.raises(
         client.ChairliftError, match=r"^temperature is -1; allowed: >= 0$"
     ) as caught:
-        chairlift.generate(f"{when} {status} temperature is -1; allowed: >= 0").text()
+        chairlift.generate(prompt, retries=0).text()
     assert type(caught.value) is kind
     assert caught.value.status is grpc.StatusCode[status]
 
@@ -157,13 +158,13 @@ def test_each_status_is_an_exception_with_the_servers_sentence(
 def test_a_full_queue_says_when_to_come_back(chairlift: Chairlift) -> None:
     """The server knows its load; a client that guesses comes back too early, with all others."""
     with pytest.raises(client.QueueFull) as caught:
-        chairlift.generate("fail RESOURCE_EXHAUSTED 9 requests are waiting").text()
+        chairlift.generate("fail RESOURCE_EXHAUSTED 9 requests are waiting", retries=0).text()
     assert caught.value.retry_seconds == 2.5
 
 
 def test_nobody_there_is_said_plainly(nobody: str) -> None:
     """The most common error of all: it must name the address and the way out."""
-    with Chairlift(nobody) as chairlift:
+    with Chairlift(nobody, retries=0) as chairlift:
         with pytest.raises(client.Unreachable, match=rf"server answers at {nobody}: .*serve"):
             chairlift.generate("count 1").text()
         with pytest.raises(client.Unavailable):

@@ -105,6 +105,50 @@ def test_options_reach_the_server(address: str, engine: FakeEngine) -> None:
     assert not sent.HasField("top_p")
 
 
+def test_constraints_and_penalties_reach_the_server(
+    address: str, engine: FakeEngine, tmp_path: Path
+) -> None:
+    """Each flag of the API's newer fields; a schema may be in a file."""
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    flags = (
+        "--min-tokens 2 --repetition-penalty 1.1 --frequency-penalty 0.5 --presence-penalty -0.5 "
+        f"--speculate 4 --bad-word A --bad-word B --json-schema @{schema} --beam-width 3 --n 2 "
+        "--length-penalty 0.5 --logprobs 2 --prompt-logprobs 1 --json"
+    )
+    assert cli.main(["generate", "count 1", *flags.split(), "--address", address]) == 0
+    sent = engine.requests[0].sampling
+    assert (sent.min_tokens, sent.speculate, sent.beam_width, sent.n) == (2, 4, 3, 2)
+    assert (sent.logprobs, sent.prompt_logprobs, sent.length_penalty) == (2, 1, 0.5)
+    assert (sent.frequency_penalty, sent.presence_penalty) == (0.5, -0.5)
+    assert sent.repetition_penalty == pytest.approx(1.1)
+    assert list(sent.bad_words) == ["A", "B"]
+    assert sent.json_schema == '{"type": "object"}'
+    for flags, field in (
+        ("--choice yes --choice no", "choice"),
+        ("--regex a+", "regex"),
+        ("--grammar start:", "grammar"),
+        ("--json-object", "json_object"),
+    ):
+        assert cli.main(["generate", "count 1", *flags.split(), "--address", address]) == 0
+        assert engine.requests[-1].sampling.WhichOneof("constraint") == field
+
+
+def test_logprobs_are_printed(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In JSON, where there is room for them; elsewhere the flag says so."""
+    arguments = ["generate", "count 1", "--logprobs", "1", "--address", address]
+    assert cli.main([*arguments, "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)["logprobs"]
+    assert entry == {"token_id": 0, "logprob": -0.5, "rank": 1, "top": [[0, -0.5]]}
+    beams = ["generate", "rank 1", "--beam-width", "2", "--json", "--address", address]
+    assert cli.main(beams) == 0
+    assert json.loads(capsys.readouterr().out)["beam_score"] == -1.5
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert "--logprobs needs --json" in capsys.readouterr().err
+
+
 def test_chat_prompts(address: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
     """Instruction-tuned models answer nonsense unless asked through their template."""
     assert cli.main(["generate", "--system", "Be brief.", "Hi", "--address", address]) == 0
@@ -170,6 +214,9 @@ def test_wrong_usage_names_what_is_allowed(
         (["generate", "-", "-"], "- is given twice"),
         (["generate", "x", "--lines"], "--lines applies to standard input"),
         (["generate", "x", "--concurrency", "0"], "--concurrency is 0; allowed: at least 1"),
+        (["generate", "x", "--retries", "-1"], "-1 is not an integer of at least 0"),
+        (["generate", "x", "--json-schema", "@/none"], "/none: No such file or directory"),
+        (["generate", "x", "--regex", "a", "--choice", "b"], "regex and choice are both given"),
         ([], "COMMAND"),
     ):
         with pytest.raises(SystemExit) as ended:
@@ -243,8 +290,8 @@ def read_terminal(descriptor: int) -> Iterator[bytes]:
 
 
 def test_chat_remembers(address: str, engine: FakeEngine) -> None:
-    """The model sees the whole conversation, until /reset."""
-    given = "Hello\nAgain\n/reset\nNew\n"
+    """The model sees the whole conversation, until /clear."""
+    given = "Hello\nAgain\n/clear\nNew\n"
     done = chairlift("chat", "--system", "S", "--address", address, given=given)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "you said: Hello\nyou said: Again\n(new conversation)\nyou said: New\n"
@@ -289,6 +336,7 @@ def test_status_at_a_glance(
         "requests  2 running, 1 waiting\n"
         "cache     25 of 100 chunks in use (25%) of 100 MiB, pages 97% full; page_size 16\n"
         "prefixes  25% of 200 prompt tokens found; 40 free blocks still cached\n"
+        "drafts    75% of 80 guessed tokens accepted\n"
         "swap      2 of 8 chunks in use (25%)\n"
         "preempted 7 times: 3 offloads (2 restored), 4 soft resets\n"
         "\n"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from typing import Any
 
 import pytest
 
-from client import AsyncChairlift, Chairlift, ChatMessage
+from client import AsyncChairlift, Chairlift, ChatMessage, ToolCall
+from client.chat_messages import ChatOptions
 from client.messages import Prompt, SamplingOptions, generate_request, sampling_params
 from protos import inference_pb2
 
@@ -17,6 +19,10 @@ def test_every_sampling_field_has_a_keyword() -> None:
     """A field added to the .proto and forgotten here could not be reached from Python."""
     fields = {field.name for field in inference_pb2.SamplingParams.DESCRIPTOR.fields}
     assert fields == set(SamplingOptions.__annotations__)
+    fields = {field.name for field in inference_pb2.ChatMessages.DESCRIPTOR.fields}
+    assert fields - {"messages"} == set(ChatOptions.__annotations__)
+    fields = {field.name for field in inference_pb2.ChatMessage.DESCRIPTOR.fields}
+    assert fields - {"parts"} == {field.name for field in dataclasses.fields(ChatMessage)}
 
 
 def test_unset_stays_unset_and_zero_is_sent() -> None:
@@ -101,14 +107,89 @@ def test_prompts_of_three_kinds() -> None:
     ]
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+
+
+def test_a_conversation_in_the_shape_of_openai() -> None:
+    """A history that was made for another client must be sent as it is, tool calls and all."""
+    conversation = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "refusal": None,
+            "tool_calls": [CALL],
+            "reasoning_content": "r",
+        },
+        {"role": "tool", "tool_call_id": "1", "name": "f", "content": "2"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    sent = generate_request(
+        conversation,
+        {
+            "tools": tools,
+            "chat_template_kwargs": {"enable_thinking": False},
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+        },
+    ).chat
+    user, assistant, tool = sent.messages
+    assert (user.content, [part.text for part in user.parts]) == ("", ["a", "b"])
+    (call,) = assistant.tool_calls
+    assert (call.id, call.name, call.arguments) == ("1", "f", '{"x": 1}')
+    assert assistant.reasoning_content == "r"
+    assert (tool.tool_call_id, tool.name, tool.content) == ("1", "f", "2")
+    assert [json.loads(each) for each in sent.tools] == tools
+    assert json.loads(sent.chat_template_kwargs) == {"enable_thinking": False}
+    assert sent.continue_final_message
+    assert sent.HasField("add_generation_prompt")
+
+
+def test_typed_messages_are_those_mappings() -> None:
+    """ChatMessage and ToolCall say the same as OpenAI's mappings."""
+    typed = [
+        ChatMessage("user", ["a", {"type": "text", "text": "b"}], name="n"),
+        ChatMessage(
+            "assistant", tool_calls=[ToolCall("1", "f", '{"x": 1}')], reasoning_content="r"
+        ),
+        ChatMessage("tool", "2", tool_call_id="1"),
+    ]
+    mappings = [
+        {"role": "user", "name": "n", "content": ["a", "b"]},
+        {"role": "assistant", "tool_calls": [CALL], "reasoning_content": "r"},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+    ]
+    assert generate_request(typed, {}).chat == generate_request(mappings, {}).chat
+
+
 @pytest.mark.parametrize(
-    "message",
-    [{"role": "user"}, {"role": "user", "content": 5}, {"role": "u", "content": "c", "x": ""}],
+    ("message", "named"),
+    [
+        ({"role": "user"}, "needs role, and content or tool_calls"),
+        ({"role": "user", "content": 5}, "a string or a list of text parts"),
+        ({"role": "u", "content": "c", "x": ""}, "'x' is unknown; allowed: role, content, name"),
+        ({"role": 5, "content": "c"}, "role must be a string"),
+        ({"role": "u", "content": [{"type": "image_url", "image_url": {}}]}, "'image_url'.*only"),
+        ({"role": "u", "tool_calls": [{"id": "1"}]}, "its tool call {'id': '1'} is neither"),
+        ({"role": "u", "tool_calls": [{"function": {"arguments": ""}}]}, "whose name is None"),
+        (5, "5; allowed: a ChatMessage, or a mapping"),
+    ],
 )
-def test_malformed_chat_messages_are_named(message: dict[str, Any]) -> None:
+def test_malformed_chat_messages_are_named(message: Any, named: str) -> None:
     """A message in another API's format must not lose its content silently."""
-    with pytest.raises(TypeError, match="chat message 1 is"):
+    with pytest.raises(TypeError, match=f"^chat message 1 (is|has) .*{named}"):
         generate_request([{"role": "user", "content": "a"}, message], {})
+
+
+@pytest.mark.parametrize("prompt", ["text", [1, 2]])
+def test_options_of_chat_need_a_chat(prompt: Prompt) -> None:
+    """Tools that are dropped without a word would be missed later, in the answer."""
+    with pytest.raises(ValueError, match=r"tools is given with a prompt of (text|tokens); allowed"):
+        generate_request(prompt, {"tools": []})
+    with pytest.raises(TypeError, match="tools is 'f'; allowed: a list"):
+        generate_request([ChatMessage("user", "x")], {"tools": "f"})  # type: ignore[typeddict-item]
+    with pytest.raises(TypeError, match="chat_template_kwargs is 5; allowed: a mapping"):
+        generate_request([ChatMessage("user", "x")], {"chat_template_kwargs": 5})  # type: ignore[typeddict-item]
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from typing import Any
 
 import pytest
 
 from protos import inference_pb2 as pb
-from scheduler_svc.text.model_defaults import default_sampling, eos_token_ids
+from scheduler_svc.text.model_defaults import ModelDefaults, eos_token_ids, model_defaults
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,12 @@ def test_a_tokenizer_without_eos_is_none_too_many() -> None:
          {"temperature": 0.0, "top_p": 0.9}),
         ('{"do_sample": true, "temperature": 0.7}', {"temperature": 0.7}),
         ('{"top_p": 0}', {"top_p": 1e-6}),
+        ('{"repetition_penalty": 1.1}', {"repetition_penalty": 1.1}),
+        ('{"min_new_tokens": 5}', {"min_tokens": 5}),
+        ('{"length_penalty": -2, "num_beams": 1}', {"length_penalty": -2.0}),
+        ('{"early_stopping": true}', {"early_stopping": True}),
+        ('{"early_stopping": "never"}', {}),
+        ('{"max_new_tokens": 20}', {}),
         ('{"top_p": 1e-300}', {"top_p": 1e-6}),
         ('{"temperature": null, "top_k": null, "top_p": null, "min_p": null, "do_sample": null}',
          {}),
@@ -79,7 +86,7 @@ def test_a_tokenizer_without_eos_is_none_too_many() -> None:
 )  # fmt: skip
 def test_defaults_are_read(stated: str, want: dict[str, Any]) -> None:
     """Each of them is found in files of real models; the API's messages hold what is read."""
-    read = default_sampling(json.loads(stated))
+    read = model_defaults(json.loads(stated)).numbers
     assert read == want
     assert all(type(read[key]) is type(want[key]) for key in want)
     pb.SamplingParams(**read)
@@ -106,6 +113,19 @@ def test_defaults_are_read(stated: str, want: dict[str, Any]) -> None:
         ("top_p", "{}", "a number from 0 to 1"),
         ("min_p", "-1", "a number from 0 to 1"),
         ("min_p", '"0.1"', "a number from 0 to 1"),
+        ("repetition_penalty", "0", "a number above 0 to"),
+        ("length_penalty", "NaN", "a number from -3.4e"),
+        ("min_new_tokens", "1.5", "an integer of at least 0"),
+        ("min_length", '"3"', "an integer of at least 0"),
+        ("early_stopping", "1", "true, false, "),
+        ("bad_words_ids", "[5]", "a list of up to 4096 non-empty lists of token ids"),
+        ("bad_words_ids", "[[]]", "a list of up to 4096 non-empty lists of token ids"),
+        ("bad_words_ids", '[["a"]]', "a token id from 0"),
+        ("bad_words_ids", "[[-1]]", "a list of up to 4096 non-empty lists of token ids"),
+        ("suppress_tokens", '"5"', "a token id from 0"),
+        ("sequence_bias", "[[[5]]]", "a list of up to 4096 pairs"),
+        ("sequence_bias", '[[[5], "1"]]', "a list of up to 4096 pairs"),
+        ("sequence_bias", "[[[5], NaN]]", "a list of up to 4096 pairs"),
         ("do_sample", "0", "true, false or null"),
         ("do_sample", '"false"', "true, false or null"),
         ("do_sample", "[]", "true, false or null"),
@@ -115,17 +135,33 @@ def test_what_cannot_be_read_is_refused(key: str, value: str, allowed: str) -> N
     """Ignored, the model would answer otherwise than its makers state, and nobody would know;
     let through, it would come back as an internal error of a request, or of GetModelInfo."""
     with pytest.raises(ValueError, match=f"^generation_config.json: {key} is .*allowed: {allowed}"):
-        default_sampling(json.loads(f'{{"{key}": {value}}}'))
+        model_defaults(json.loads(f'{{"{key}": {value}}}'))
+
+
+def test_tokens_that_a_model_bans_or_biases() -> None:
+    """As transformers' logits processors read them."""
+    stated = {
+        "eos_token_id": [2, 3],
+        "bad_words_ids": [[5, 6], [2], [7]],
+        "suppress_tokens": [7, 8],
+        "sequence_bias": [[[9], -0.5], [[10, 11], -math.inf], [[12], 3]],
+        "min_length": 4,
+    }
+    read = model_defaults(stated)
+    assert set(read.bad_words) == {(5, 6), (7,), (8,), (10, 11)}
+    assert read.logit_bias == {9: -0.5, 12: 3.0}
+    assert read.min_length == 4
+    assert model_defaults({"sequence_bias": {"(9,)": -0.5}}).logit_bias == {9: -0.5}
 
 
 @pytest.mark.parametrize(
     ("stated", "is_told"),
     [
-        ({"repetition_penalty": 1.1}, True),
-        ({"repetition_penalty": 1}, False),
+        ({"encoder_repetition_penalty": 1.1}, True),
+        ({"encoder_repetition_penalty": 1}, False),
         ({"num_beams": 4}, True),
-        ({"num_beams": 1, "length_penalty": 1.0, "typical_p": 1.0, "bad_words_ids": None}, False),
-        ({"suppress_tokens": [1, 2]}, True),
+        ({"num_beams": 1, "typical_p": 1.0, "bad_words_ids": None}, False),
+        ({"begin_suppress_tokens": [1, 2]}, True),
         ({"forced_eos_token_id": 2}, True),
         ({"no_repeat_ngram_size": "3"}, True),
     ],
@@ -135,7 +171,7 @@ def test_a_default_that_cannot_be_honoured_is_told(
 ) -> None:
     """Refusing every request of such a model would be worse, saying nothing dishonest."""
     with caplog.at_level(logging.WARNING):
-        assert default_sampling(stated) == {}
+        assert model_defaults(stated) == ModelDefaults()
     assert [record.getMessage() for record in caplog.records] == [
         f"generation_config.json sets {key} to {value!r}, which is not supported: answers are made "
         "without it"

@@ -14,7 +14,7 @@ from tests.support.fake_engine import FACTS
 from tests.support.small_tokenizers import byte_level, chat
 
 RUST = byte_level()
-MODEL = Model("tiny", FACTS, Tokenizer(chat()))
+MODEL = Model.of("tiny", FACTS, Tokenizer(chat()))
 START, END = (RUST.token_to_id(word) for word in ("<|im_start|>", "<|im_end|>"))
 
 
@@ -29,11 +29,14 @@ def tokens(*parts: str | int) -> list[int]:
 
 
 def read(
-    ids: Sequence[int], stops: Sequence[str], is_included: bool = False
+    ids: Sequence[int], stops: Sequence[str], is_included: bool = False, min_tokens: int = 0
 ) -> tuple[str, str | None, int]:
     """The text, the stop string that ended it, and after how many tokens."""
     sampling = pb.SamplingParams(
-        stop=stops, ignore_eos=True, include_stop_str_in_output=is_included
+        stop=stops,
+        ignore_eos=True,
+        include_stop_str_in_output=is_included,
+        min_tokens=min_tokens,
     )
     request = pb.GenerateRequest(text="p", sampling=sampling)
     text = validate(request, "r", 0, MODEL, 8).texts[0]
@@ -83,6 +86,18 @@ def test_ordinary_stop_strings_beside_it_are_found_in_the_text_that_is_shown() -
     assert read(tokens("xab", END, "!"), stops) == ("x", "ab", 3)
     assert read(tokens("xa", END, "!b"), stops) == ("xa", "<|im_end|>!", 4)
     assert read(tokens("xa", END, "b"), stops, is_included=True) == ("xab", "ab", 4)
+
+
+def test_the_first_tokens_end_nothing() -> None:
+    """Hidden tokens count, and what they interrupt was said when it was said."""
+    stops = ["<|im_end|>!", "ab"]
+    assert read(tokens("a", END, "b", END, "!"), stops, min_tokens=3) == ("ab", "<|im_end|>!", 5)
+    assert read(tokens("a", END, "!b", END, "!"), stops, min_tokens=3) == ("a!b", "<|im_end|>!", 6)
+    # "ab" is shown only after the token behind it, as it may begin "ab<|im_end|>c"
+    stops = ["ab<|im_end|>c", "ab"]
+    assert read(tokens("a", START, "b", END, "x"), stops, min_tokens=3) == ("abx", None, 5)
+    assert read(tokens("a", "b", END, "x"), stops, min_tokens=2) == ("abx", None, 4)
+    assert read(tokens("a", "b", END, "c"), stops, min_tokens=2) == ("", "ab<|im_end|>c", 4)
 
 
 def test_with_special_tokens_shown_the_text_has_them() -> None:

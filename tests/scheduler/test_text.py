@@ -42,9 +42,11 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def expected(text: str, stops: Sequence[str], is_included: bool) -> tuple[str, str | None]:
+def expected(
+    text: str, stops: Sequence[str], is_included: bool, num_protected: int = 0
+) -> tuple[str, str | None]:
     """The obvious twin: look for a stop string after every single character."""
-    for end in range(1, len(text) + 1):
+    for end in range(num_protected + 1, len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
                 return (text[:end] if is_included else text[: end - len(stop)]), stop
@@ -231,6 +233,28 @@ def test_the_first_complete_stop_string_wins(
         assert strings.matched == matched
 
 
+@pytest.mark.parametrize(
+    ("text", "stops", "min_tokens", "want"),
+    [
+        ("abcd", ["b"], 1, "a"),
+        ("abcd", ["b"], 2, "abcd"),
+        ("abab", ["ab"], 2, "ab"),
+        ("xaab", ["aab"], 3, "x"),  # begins before and ends behind
+        ("abcx", ["abcd", "bc"], 3, "abcx"),  # held back for one, the other has passed
+        ("abcd", ["abcd", "bc"], 3, ""),
+        ("aaa", ["aa"], 2, "a"),
+        ("ab", ["b"], 9, "ab"),
+    ],
+)
+def test_a_stop_string_within_the_first_tokens_is_none(
+    text: str, stops: list[str], min_tokens: int, want: str
+) -> None:
+    """As in vLLM, min_tokens holds for stop strings too, wherever their text is held back."""
+    output = OutputText(decoder(BYTES), [], stop=stops, min_tokens=min_tokens)
+    assert "".join(stream(output, encode(BYTES, text))) == want
+    assert (output.matched_stop is None) == (want == text)
+
+
 def test_text_after_the_stop_is_dropped() -> None:
     """The token that completes a stop string often carries more; so do tokens in flight."""
     output = OutputText(decoder(MERGED), [], stop=["a"])
@@ -256,17 +280,29 @@ def test_special_tokens_are_shown_on_demand() -> None:
     text=st.text(alphabet="abEND €ก\n👩", max_size=40),
     stops=st.lists(st.text(alphabet="abEND €\n", min_size=1, max_size=4), max_size=3),
     is_included=st.booleans(),
+    min_tokens=st.just(0) | st.integers(0, 45),
 )
 def test_joined_deltas_are_the_truncated_full_decode(
-    tokenizer: Tokenizer, prompt: str, text: str, stops: list[str], is_included: bool
+    tokenizer: Tokenizer,
+    prompt: str,
+    text: str,
+    stops: list[str],
+    is_included: bool,
+    min_tokens: int,
 ) -> None:
     """The one property behind all the others: streams show what a look at the whole text would."""
     before = encode(tokenizer, prompt)
     ids = encode(tokenizer, text)
     whole = decode(tokenizer, before + ids)[len(decode(tokenizer, before)) :]
-    want, matched = expected(whole, stops, is_included)
+    first = OutputText(decoder(tokenizer), before).push_all(ids[:min_tokens])
+    num_protected = len(first) if min_tokens < len(ids) else len(whole)
+    want, matched = expected(whole, stops, is_included, num_protected)
     output = OutputText(
-        decoder(tokenizer), before, stop=stops, include_stop_str_in_output=is_included
+        decoder(tokenizer),
+        before,
+        stop=stops,
+        include_stop_str_in_output=is_included,
+        min_tokens=min_tokens,
     )
     deltas = stream(output, ids)
     assert "".join(deltas) == want

@@ -31,7 +31,7 @@ def test_load_and_back(folder: Path) -> None:
     text = "don 't tidy , this up  ď\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.has_chat_template
-    assert tokenizer.default_sampling == {}
+    assert tokenizer.defaults.numbers == {}
 
 
 def test_a_models_files_are_read(folder: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_models_files_are_read(folder: Path) -> None:
     write(folder, "generation_config.json", temperature=0.6, top_k=20, max_length=20)
     write(folder, "config.json", model_type="llama", eos_token_id=7)
     tokenizer = Tokenizer.load(str(folder))
-    assert tokenizer.default_sampling == {"temperature": 0.6, "top_k": 20}
+    assert tokenizer.defaults.numbers == {"temperature": 0.6, "top_k": 20}
     assert tokenizer.eos_token_ids == (7, 257)
 
 
@@ -105,9 +105,10 @@ import importlib, pkgutil, sys
 import scheduler_svc
 for module in pkgutil.walk_packages(scheduler_svc.__path__, "scheduler_svc."):
     importlib.import_module(module.name)
+from scheduler_svc.text.chat_template import Chat
 from scheduler_svc.text.tokenizer import Tokenizer
 tokenizer = Tokenizer.load({str(folder)!r})
-tokenizer.encode_chat([{{"role": "user", "content": "hi"}}])
+tokenizer.encode_chat(Chat([{{"role": "user", "content": "hi"}}]))
 assert "scheduler_svc.front.server" in sys.modules
 assert sys.modules.get("torch") is None, "torch was imported"
 """

@@ -1,177 +1,32 @@
-"""What a request may ask: one table of bad input, and how defaults come about."""
+"""What a request may ask, how defaults come about, and that all of it reaches core and text."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from google.protobuf import json_format
+from tokenizers import Tokenizer as TokenizerOfWords
+from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from protos import inference_pb2 as pb
-from scheduler_svc.errors import NotImplementedYet, RequestRejected
+from scheduler_svc.errors import RequestRejected
 from scheduler_svc.front.prompts import prompt_token_ids
-from scheduler_svc.front.served_model import Model
 from scheduler_svc.front.validation import check_request_id, validate
 from scheduler_svc.text.tokenizer import Tokenizer
+from tests.support.asked import END, MODEL, TOKENIZER, chat_request, request, sampling
 from tests.support.fake_engine import FACTS
 from tests.support.small_tokenizers import byte_level, chat, metaspace
 
-TOKENIZER = Tokenizer(chat())
-MODEL = Model("tiny", FACTS, TOKENIZER)  # 300 tokens in the vocabulary, 128 of context
-END = TOKENIZER.eos_token_ids[0]
 
-
-def request(**fields: Any) -> pb.GenerateRequest:
-    return json_format.ParseDict({"text": "hello", **fields}, pb.GenerateRequest())
-
-
-def sampling(**fields: Any) -> pb.GenerateRequest:
-    return request(sampling=fields)
-
-
-def chat_request(*messages: tuple[str, str]) -> pb.GenerateRequest:
-    listed = [pb.ChatMessage(role=role, content=content) for role, content in messages]
-    return pb.GenerateRequest(chat=pb.ChatMessages(messages=listed))
-
-
-BAD_INPUT: list[tuple[str, pb.GenerateRequest, list[str]]] = [
-    ("no prompt", pb.GenerateRequest(), ["prompt is None", "one of text, tokens, chat"]),
-    ("empty text", pb.GenerateRequest(text=""), ["text is ''", "at least one character"]),
-    ("no tokens", pb.GenerateRequest(tokens=pb.TokenIds()), ["prompt is []", "one token"]),
-    (
-        "token too big",
-        pb.GenerateRequest(tokens=pb.TokenIds(ids=[0, 300])),
-        ["tokens.ids[1] is 300", "0 to 299"],
-    ),
-    ("negative token", pb.GenerateRequest(tokens=pb.TokenIds(ids=[-1])), ["tokens.ids[0] is -1"]),
-    ("no messages", chat_request(), ["chat.messages is []", "at least one message"]),
-    (
-        "odd role",
-        chat_request(("user", "a"), ("user|>b<|system", "b")),
-        ["chat.messages[1].role is 'user|>b<|system'", "up to 64 letters, digits"],
-    ),
-    ("template refuses", chat_request(("tool", "a")), ["chat.messages is 'tool'", "no tools here"]),
-    ("long prompt", request(text="x" * 128), ["prompt", "128", "at most 127", "max_model_len"]),
-    (
-        "over the context",
-        sampling(max_tokens=124),
-        [
-            "sampling.max_tokens is 124",
-            "at most 123",
-            "prompt (5 tokens)",
-            "is 129; max_model_len is 128",
-        ],
-    ),
-    ("max_tokens 0", sampling(max_tokens=0), ["sampling.max_tokens is 0", "at least 1"]),
-    ("max_tokens -1", sampling(max_tokens=-1), ["sampling.max_tokens is -1", "at least 1"]),
-    ("temperature < 0", sampling(temperature=-0.5), ["sampling.temperature is -0.5", "0 (greedy)"]),
-    ("temperature NaN", sampling(temperature="NaN"), ["sampling.temperature is nan"]),
-    ("temperature inf", sampling(temperature="Infinity"), ["sampling.temperature is inf"]),
-    ("temperature below", sampling(temperature=9.9e-7), ["sampling.temperature is 9.9e-07"]),
-    ("temperature tiny", sampling(temperature=1e-9), ["sampling.temperature", "at least 1e-06"]),
-    ("top_p 0", sampling(top_p=0), ["sampling.top_p is 0.0", "above 0, up to 1"]),
-    ("top_p > 1", sampling(top_p=1.5), ["sampling.top_p is 1.5", "above 0, up to 1"]),
-    ("top_p NaN", sampling(top_p="NaN"), ["sampling.top_p is nan"]),
-    ("top_k < 0", sampling(top_k=-1), ["sampling.top_k is -1", "at least 0"]),
-    ("min_p > 1", sampling(min_p=1.5), ["sampling.min_p is 1.5", "0 to 1"]),
-    ("min_p < 0", sampling(min_p=-0.5), ["sampling.min_p is -0.5", "0 to 1"]),
-    ("seed < 0", sampling(seed=-1), ["sampling.seed is -1", "0 to 9223372036854775807"]),
-    ("n 0", sampling(n=0), ["sampling.n is 0", "1 to 8 (max_requests_per_batch)"]),
-    ("n 9", sampling(n=9), ["sampling.n is 9", "1 to 8 (max_requests_per_batch)"]),
-    ("beam_width 0", sampling(beam_width=0), ["sampling.beam_width is 0", "at least 1"]),
-    ("min_tokens -1", sampling(min_tokens=-1), ["sampling.min_tokens is -1", "at least 0"]),
-    ("logprobs -1", sampling(logprobs=-1), ["sampling.logprobs is -1", "at least 0"]),
-    (
-        "repetition_penalty 0",
-        sampling(repetition_penalty=0),
-        ["sampling.repetition_penalty is 0.0", "above 0"],
-    ),
-    (
-        "presence_penalty 3",
-        sampling(presence_penalty=3),
-        ["sampling.presence_penalty is 3.0", "-2 to 2"],
-    ),
-    (
-        "frequency_penalty NaN",
-        sampling(frequency_penalty="NaN"),
-        ["sampling.frequency_penalty is nan", "-2 to 2"],
-    ),
-    ("empty stop", sampling(stop=["a", ""]), ["sampling.stop[1] is ''", "1 to 1024 characters"]),
-    ("long stop", sampling(stop=["a" * 1025]), ["sampling.stop[0]", "1 to 1024 characters"]),
-    ("many stops", sampling(stop=["a"] * 65), ["sampling.stop is '65 strings'", "up to 64"]),
-    (
-        "stop token",
-        sampling(stop_token_ids=[300]),
-        ["sampling.stop_token_ids[0] is 300", "0 to 299"],
-    ),
-    (
-        "many stop tokens",
-        sampling(stop_token_ids=[1] * 257),
-        ["sampling.stop_token_ids is '257 tokens'", "up to 256"],
-    ),
-    ("long salt", request(cacheSalt="x" * 257), ["cache_salt", "up to 256 characters"]),
-]
-
-LATER: list[tuple[str, pb.GenerateRequest]] = [
-    ("sampling.repetition_penalty", sampling(repetition_penalty=1.1)),
-    ("sampling.frequency_penalty", sampling(frequency_penalty=0.5)),
-    ("sampling.presence_penalty", sampling(presence_penalty=-0.5)),
-    ("sampling.min_tokens", sampling(min_tokens=1)),
-    ("sampling.logit_bias", sampling(logit_bias={"5": 1.0})),
-    ("sampling.bad_words", sampling(bad_words=["x"])),
-    ("sampling.beam_width", sampling(beam_width=2)),
-    ("sampling.length_penalty", sampling(length_penalty=0.5)),
-    ("sampling.early_stopping", sampling(early_stopping=True)),
-    ("sampling.logprobs", sampling(logprobs=0)),
-    ("sampling.prompt_logprobs", sampling(prompt_logprobs=3)),
-    ("sampling.json_schema", sampling(json_schema="{}")),
-    ("sampling.regex", sampling(regex="a")),
-    ("sampling.grammar", sampling(grammar="a")),
-    ("sampling.json_object", sampling(json_object=True)),
-    ("sampling.choice", sampling(choice={"options": ["a"]})),
-    ("resume", request(resume={"output_token_ids": [1]})),
-    ("resume", request(resume={"text_length": 1})),
-]
-
-
-@pytest.mark.parametrize(
-    ("bad", "parts"), [case[1:] for case in BAD_INPUT], ids=[case[0] for case in BAD_INPUT]
-)
-def test_bad_input_is_named(bad: pb.GenerateRequest, parts: list[str]) -> None:
-    """One bad request must hurt nobody else, and its sender must learn what to change."""
-    with pytest.raises(RequestRejected) as error:
-        validate(bad, "r", 0, MODEL, 8)
-    for part in parts:
-        assert part in str(error.value), str(error.value)
-
-
-@pytest.mark.parametrize(("field", "asked"), LATER, ids=[f"{case[0]}" for case in LATER])
-def test_what_comes_later_is_refused_by_name(field: str, asked: pb.GenerateRequest) -> None:
-    """Silently ignoring a constraint would give answers that break it."""
-    with pytest.raises(NotImplementedYet, match=field):
-        validate(asked, "r", 0, MODEL, 8)
-
-
-def test_every_field_of_sampling_is_accounted_for() -> None:
-    """A field that nobody looks at is ignored without a word."""
-    later = {name.removeprefix("sampling.") for name, _ in LATER}
-    now = {
-        "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop", "stop_token_ids",
-        "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "n",
-    }  # fmt: skip
-    assert {spec.name for spec in pb.SamplingParams.DESCRIPTOR.fields} == now | (later - {"resume"})
-
-
-def test_neutral_values_of_later_fields_pass() -> None:
+def test_neutral_values_pass() -> None:
     """Client libraries fill in neutral values; refusing them would break every such client."""
     submission = validate(
         request(
             sampling={
                 "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0,
                 "min_tokens": 0, "n": 1, "beam_width": 1, "length_penalty": 1,
-                "early_stopping": False, "json_object": False,
+                "early_stopping": False, "json_object": False, "speculate": 0,
             },
             resume={},
             cacheSalt="tenant",
@@ -233,6 +88,139 @@ def test_seed_zero_is_a_seed() -> None:
     largest = (1 << 63) - 1
     assert validate(sampling(seed=str(largest)), "r", 77, MODEL, 8).new.sampling.seed == largest
     assert validate(sampling(), "r", 77, MODEL, 8).new.sampling.seed == 77
+
+
+def test_what_the_scheduler_needs_of_a_request_reaches_it() -> None:
+    """A field that is checked and then forgotten is ignored without a word."""
+    asked = sampling(
+        min_tokens=2, max_tokens=9, logprobs=3, prompt_logprobs=0, speculate=4,
+        logit_bias={"7": -1.5, "5": 100, "6": 0}, frequency_penalty=0.5,
+    )  # fmt: skip
+    new = validate(asked, "r", 0, MODEL, 8).new
+    assert (new.max_tokens, new.speculate, new.prompt_logprobs) == (9, 4, 0)
+    assert (new.sampling.min_tokens, new.sampling.logprobs) == (2, 3)
+    assert new.sampling.logit_bias == ((5, 100.0), (7, -1.5))
+    assert new.sampling.frequency_penalty == 0.5
+    new = validate(request(), "r", 0, MODEL, 8).new
+    assert (new.speculate, new.prompt_logprobs, new.sampling.logprobs) == (0, None, None)
+    assert (new.sampling.min_tokens, new.sampling.logit_bias, new.sampling.bad_words) == (0, (), ())
+
+
+def test_a_request_may_only_score() -> None:
+    """Such a prompt may fill the whole context, as no answer needs a place."""
+    asked = request(text="x" * 128, sampling={"max_tokens": 0, "prompt_logprobs": 2})
+    new = validate(asked, "r", 0, MODEL, 8).new
+    assert (len(new.prompt_token_ids), new.max_tokens, new.prompt_logprobs) == (128, 0, 2)
+
+
+def test_candidates_are_bounded_by_the_vocabulary_and_in_number() -> None:
+    """The worker cannot find more; and scores of a long prompt would fill the memory."""
+    tiny = replace(MODEL, facts=replace(FACTS, vocab_size=120))
+    for field in ("logprobs", "prompt_logprobs"):
+        with pytest.raises(RequestRejected, match=rf"{field} is 121; .*at most 120 \(the vocab"):
+            validate(sampling(**{field: 121}), "r", 0, tiny, 8)
+    long = replace(MODEL, facts=replace(FACTS, max_model_len=20_000, pool_tokens=20_000))
+    asked = {"text": "x" * 10_000, "sampling": {"prompt_logprobs": 104, "max_tokens": 0}}
+    validate(request(**asked), "r", 0, long, 8)
+    asked["sampling"]["prompt_logprobs"] = 105  # type: ignore[index]
+    with pytest.raises(RequestRejected, match=r"105; .*at most 104 for a prompt of 10000 tokens"):
+        validate(request(**asked), "r", 0, long, 8)
+
+
+@pytest.mark.parametrize("limit", [1025, 1024])
+def test_the_number_of_biases_is_bounded(limit: int) -> None:
+    """Each is added at every step."""
+    model = replace(MODEL, facts=replace(FACTS, vocab_size=2000))
+    asked = sampling(logit_bias={str(token_id): 1 for token_id in range(limit)})
+    if limit == 1024:
+        assert len(validate(asked, "r", 0, model, 8).new.sampling.logit_bias) == 1024
+        return
+    with pytest.raises(RequestRejected, match="logit_bias is '1025 tokens'; allowed: up to 1024"):
+        validate(asked, "r", 0, model, 8)
+
+
+def test_bad_words_are_banned_wherever_they_stand() -> None:
+    """In mid-text a word has other tokens than behind a space, and each kind of tokenizer puts the
+    space elsewhere."""
+    rust = byte_level([("e", "n"), ("d", "."), ("Ġ", "en"), ("Ġ", "x")])
+    word = rust.token_to_id
+    spaced = replace(
+        MODEL, tokenizer=Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust)),
+    )  # fmt: skip
+    banned = validate(sampling(bad_words=["end"]), "r", 0, spaced, 8).new.sampling.bad_words
+    assert set(banned) == {(word("en"), word("d")), (word("Ġen"), word("d"))}
+    # who must not say x says no space in front of it either; nor is anything banned twice
+    banned = validate(sampling(bad_words=["y", " y", "zy"]), "r", 0, spaced, 8).new.sampling
+    assert banned.bad_words == ((word("y"),),)
+    banned = validate(sampling(bad_words=["\n", " "]), "r", 0, spaced, 8).new.sampling
+    assert set(banned.bad_words) == {(word("Ċ"),), (word("Ġ"),)}
+    pieces = metaspace()
+    model = replace(MODEL, tokenizer=Tokenizer(wrapped_metaspace()))
+    banned = validate(sampling(bad_words=["the"]), "r", 0, model, 8).new.sampling.bad_words
+    spelled = {tuple(map(pieces.id_to_token, ids)) for ids in banned}
+    assert spelled == {("▁the",), ("t", "h", "e")}
+
+
+def test_a_bad_word_without_tokens_is_named() -> None:
+    """It could never be banned."""
+    rust = TokenizerOfWords(models.BPE({"a": 0}, []))  # drops all other letters
+    model = replace(MODEL, tokenizer=Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust)))
+    with pytest.raises(RequestRejected, match=r"sampling.bad_words\[1\] is 'ü'; .*has tokens for"):
+        validate(
+            pb.GenerateRequest(
+                tokens=pb.TokenIds(ids=[0]), sampling=pb.SamplingParams(bad_words=["a", "ü"])
+            ),
+            "r",
+            0,
+            model,
+            8,
+        )
+
+
+def test_words_that_the_model_bans_stay_banned() -> None:
+    """Its makers keep tokens out of answers that the model was not made to say."""
+    stated = {
+        "bad_words_ids": [[7, 8], [END], [298]], "suppress_tokens": [9, 299], "eos_token_id": END,
+        "sequence_bias": [[[5], 2.0], [[6], -1.0]],
+    }  # fmt: skip
+    model = replace(
+        MODEL, tokenizer=Tokenizer(chat(), stated), facts=replace(FACTS, vocab_size=299)
+    )
+    chosen = validate(request(), "r", 0, model, 8).new.sampling
+    assert chosen.bad_words == ((7, 8), (9,), (298,))
+    assert chosen.logit_bias == ((5, 2.0), (6, -1.0))
+    e = byte_level().token_to_id("e")
+    asked = sampling(bad_words=["e"], logit_bias={"6": 0, "4": 1})
+    chosen = validate(asked, "r", 0, model, 8).new.sampling
+    assert chosen.bad_words == tuple(sorted([(7, 8), (9,), (298,), (e,)]))
+    assert chosen.logit_bias == ((4, 1.0), (5, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("stated", "asked", "want"),
+    [
+        ({"min_new_tokens": 3}, {}, 3),
+        ({"min_new_tokens": 3}, {"max_tokens": 2}, 2),
+        ({"min_new_tokens": 3}, {"min_tokens": 0}, 0),
+        ({"min_length": 9}, {}, 4),
+        ({"min_length": 4}, {}, 0),
+        ({"min_length": 9, "min_new_tokens": 1}, {}, 1),
+    ],
+)
+def test_the_least_length_that_a_model_states(
+    stated: dict[str, int], asked: dict[str, int], want: int
+) -> None:
+    """It is no reason to refuse a request that wants less."""
+    model = replace(MODEL, tokenizer=Tokenizer(chat(), stated))
+    assert validate(sampling(**asked), "r", 0, model, 8).new.sampling.min_tokens == want
+
+
+def test_a_stop_string_waits_for_min_tokens() -> None:
+    """The text must know how many tokens may not end the answer."""
+    (text,) = validate(sampling(stop=["b"], min_tokens=2), "r", 0, MODEL, 8).texts
+    b = byte_level().token_to_id("b")
+    assert [text.push(b), text.push(b), text.push(b)] == ["b", "b", ""]
+    assert text.matched_stop == "b"
 
 
 def test_stop_tokens() -> None:

@@ -1,13 +1,17 @@
 """A real gRPC server with a fake engine behind it: the prompt says how it behaves.
 
     "count N"         streams N deltas, "w0 " to "wN-1 "; sibling 1 says "(1)w0 " and so on
+    "uneven N"        the same, and sibling i says i words more
+    "spell TEXT"      each byte a token, so that a character may take several
+    "rank N"          N hypotheses of a beam search, each as a whole with its score
     "forever"         streams until the client goes away
     "silent"          accepts, and sends nothing until the client goes away
     "fail STATUS …"   ends with that status; the rest is its sentence
     "broken STATUS …" one delta, then the same
 
 Chat answers with "you said: " and the last message, which may be one of these too. Tokens answer
-with the same tokens.
+with the same tokens. `FakeEngine.losses` says after how many responses each call is lost; `resume`
+is answered as the protocol promises, and refused where it contradicts the answer.
 """
 
 from __future__ import annotations
@@ -41,12 +45,33 @@ class FakeEngine(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServi
     arrived: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
     gone: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
     timeouts: list[float | None] = field(default_factory=list)
+    losses: list[int | None] = field(default_factory=list)  # of the calls to come; then none
+    loss: str = "UNAVAILABLE the server is restarting"
+    live: set[str] = field(default_factory=set)  # ids that may not be used
+    _lock: Any = field(default_factory=threading.Lock)
 
     def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[inference_pb2.GenerateResponse]:
-        request_id = request.request_id or f"made-{len(self.requests)}"
-        self.requests.append(request)
+        with self._lock:
+            request_id = request.request_id or f"made-{len(self.requests)}"
+            self.requests.append(request)
+            loss = self.losses.pop(0) if self.losses else None
+        if request_id in self.live:
+            fail(context, f"ALREADY_EXISTS {request_id!r} is live")
+        for number, response in enumerate(self._answer(request, request_id, context)):
+            if number == loss:
+                fail(context, self.loss)
+            yield response
+        if loss is not None:
+            fail(context, self.loss)
+
+    def _answer(
+        self,
+        request: inference_pb2.GenerateRequest,
+        request_id: str,
+        context: grpc.ServicerContext,
+    ) -> Iterator[inference_pb2.GenerateResponse]:
         self.arrived.put(request_id)
         self.timeouts.append(context.time_remaining())
         ended, is_answered = threading.Event(), threading.Event()
@@ -68,15 +93,23 @@ class FakeEngine(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServi
         yield inference_pb2.GenerateResponse(
             started=inference_pb2.Started(request_id=request_id, seed=7, model=MODEL)
         )
+        if command == "rank":
+            yield from hypotheses(int(rest))
+            is_answered.set()
+            return
         if kind == "chat":
             words = ["you said: ", said]
         elif kind == "tokens":
             words = [f"<{token}>" for token in request.tokens.ids]
-        elif command == "count":
+        elif command in ("count", "uneven"):
             words = [f"w{number} " for number in range(int(rest))]
+        elif command == "spell":
+            words = spelled(rest)
         else:
             words = ["once"]
-        yield from interleaved(words, request)
+        answers = siblings_of(request, words, grows=command == "uneven")
+        check_resume(request, answers, context)
+        yield from responses(request, answers, ends=command not in ("broken", "forever"))
         if command == "broken":
             fail(context, rest)
         if command == "forever":
@@ -85,8 +118,6 @@ class FakeEngine(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServi
                     return
                 yield chunk(f"{number} ", [number], 0)
         is_answered.set()
-        for index in range(request.sampling.n or 1):
-            yield complete(index, len(words))
 
     def Abort(
         self, request: inference_pb2.AbortRequest, context: grpc.ServicerContext
@@ -174,6 +205,8 @@ class FakeEngine(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServi
             offloads=3,
             restores=2,
             soft_resets=4,
+            drafted_tokens=80,
+            accepted_tokens=60,
         )
 
     def WatchSteps(
@@ -197,26 +230,87 @@ class FakeEngine(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServi
         return admin_pb2.FlushCacheResponse(blocks_flushed=40)
 
 
-def interleaved(
-    words: list[str], request: inference_pb2.GenerateRequest
-) -> Iterator[inference_pb2.GenerateResponse]:
-    """The siblings' words by turns; each sibling after the first marks its own."""
-    siblings = range(request.sampling.n or 1)
-    marks = ["", *(f"({index})" for index in siblings[1:])]
-    if request.HasField("stream") and not request.stream:
-        for index in siblings:
-            text = "".join(marks[index] + word for word in words)
-            yield chunk(text, list(range(len(words))), index)
+def spelled(text: str) -> list[str]:
+    """What each byte of a text lets a client see: a character with its last byte."""
+    return [part for char in text for part in [""] * (len(char.encode()) - 1) + [char]]
+
+
+def siblings_of(
+    request: inference_pb2.GenerateRequest, words: list[str], grows: bool
+) -> dict[int, list[str]]:
+    """The words of each sibling asked for; each after the first marks its own."""
+    resumed = [request.resume.index] if request.HasField("resume") else None
+    answers = {}
+    for index in resumed or range(request.sampling.n or 1):
+        more = [f"w{len(words) + number} " for number in range(index)] if grows else []
+        answers[index] = [f"({index})" * bool(index) + word for word in [*words, *more]]
+    return answers
+
+
+def check_resume(
+    request: inference_pb2.GenerateRequest,
+    answers: dict[int, list[str]],
+    context: grpc.ServicerContext,
+) -> None:
+    """Refuses a `resume` that is not what this server said before."""
+    if not request.HasField("resume"):
         return
-    for number, word in enumerate(words):
-        for index in siblings:
-            yield chunk(marks[index] + word, [number], index)
-
-
-def chunk(text: str, token_ids: list[int], index: int) -> inference_pb2.GenerateResponse:
-    return inference_pb2.GenerateResponse(
-        index=index, chunk=inference_pb2.Chunk(text=text, token_ids=token_ids)
+    resume = request.resume
+    given = answers[resume.index][: len(resume.output_token_ids)]
+    expected = (list(range(len(given))), len("".join(given)), 7, 0)
+    sent = (
+        list(resume.output_token_ids),
+        resume.text_length,
+        request.sampling.seed,
+        request.sampling.n,
     )
+    if sent != expected:
+        fail(context, f"INVALID_ARGUMENT resume is {sent}; expected: {expected}")
+
+
+def responses(
+    request: inference_pb2.GenerateRequest, answers: dict[int, list[str]], ends: bool
+) -> Iterator[inference_pb2.GenerateResponse]:
+    """The siblings' words by turns, without those of `resume`; each ends after its last word."""
+    skipped = len(request.resume.output_token_ids)
+    has_logprobs = request.sampling.HasField("logprobs")
+    if request.HasField("stream") and not request.stream:
+        for index, words in answers.items():
+            numbers = list(range(skipped, len(words)))
+            yield chunk("".join(words[skipped:]), numbers, index, has_logprobs)
+            yield complete(index, len(words))
+        return
+    for number in range(skipped, max(map(len, answers.values())) + 1):
+        for index, words in answers.items():
+            if number < len(words):
+                response = chunk(words[number], [number], index, has_logprobs)
+                if number == 0 and request.sampling.HasField("prompt_logprobs"):
+                    response.chunk.prompt_logprobs.append(logprob(100))
+                yield response
+            elif number == max(skipped, len(words)) and ends:
+                yield complete(index, len(words))
+
+
+def hypotheses(count: int) -> Iterator[inference_pb2.GenerateResponse]:
+    """Each hypothesis as one chunk, then its end."""
+    for index in range(count):
+        yield chunk(f"hypothesis {index}", [index, index], index)
+        end = complete(index, 2)
+        end.complete.beam_score = -1.5 - index
+        yield end
+
+
+def logprob(token_id: int) -> inference_pb2.TokenLogprobs:
+    top = [inference_pb2.Candidate(token_id=token_id, logprob=-0.5)]
+    return inference_pb2.TokenLogprobs(token_id=token_id, logprob=-0.5, rank=1, top=top)
+
+
+def chunk(
+    text: str, token_ids: list[int], index: int, has_logprobs: bool = False
+) -> inference_pb2.GenerateResponse:
+    sent = inference_pb2.Chunk(text=text, token_ids=token_ids)
+    sent.logprobs.extend(logprob(token) for token in token_ids if has_logprobs)
+    return inference_pb2.GenerateResponse(index=index, chunk=sent)
 
 
 def complete(index: int, num_tokens: int) -> inference_pb2.GenerateResponse:

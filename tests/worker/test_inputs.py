@@ -35,7 +35,22 @@ def prepare_plan(
 ) -> StepInputs:
     lengths = (len(plan.token_ids), len(plan.rows), len(plan.logits_indices))
     shape = row_shape(*lengths, longest_query=4, multiple=row_multiple)
-    check_plan(plan, PlanBounds(groups, 4, num_blocks, [3] * len(groups), 8, 300, 16, 16))
+    check_plan(
+        plan,
+        PlanBounds(
+            groups=groups,
+            page_size=4,
+            num_blocks=num_blocks,
+            num_swap_blocks=[3] * len(groups),
+            num_rows=8,
+            num_embeddings=300,
+            vocab_size=290,
+            max_tokens=16,
+            max_logits=12,
+            max_blocks=16,
+            max_entries=40,
+        ),
+    )
     return prepare_inputs(plan, groups, 4, shape)
 
 

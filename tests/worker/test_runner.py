@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from protos.sampling import SAMPLER_FIELDS
 from scheduler_svc.core.request import NewRequest, Sampling
 from tests.support.loading import configure, load
 from tests.support.plan_builder import blocks_of, plan_of, with_samples
@@ -103,6 +104,9 @@ def test_sampling_parameters_reach_the_sampler(served):
             top_k=[3, 0],
             top_p=[0.25, 1],
             min_p=[0, 0.125],
+            repetition_penalty=[1, 1.5],
+            frequency_penalty=[0.25, 0],
+            presence_penalty=[-0.5, 0],
             u=[0.5, 0.75],
         )
     )
@@ -112,8 +116,12 @@ def test_sampling_parameters_reach_the_sampler(served):
         "top_k": [3, 0],
         "top_p": [0.25, 1],
         "min_p": [0, 0.125],
+        "repetition_penalty": [1, 1.5],
+        "frequency_penalty": [0.25, 0],
+        "presence_penalty": [-0.5, 0],
         "u": [0.5, 0.75],
     }
+    assert parameters.keys() == {*SAMPLER_FIELDS, "u"}
     assert seen == [(torch.float32, (2, 211), parameters)]
     assert it.runner._last_token[[0, 31]].tolist() == [6, 5]
 

@@ -151,7 +151,7 @@ from worker.process.link import SchedulerLink
 from worker.process.loop import serve
 
 class Hangs(FakeRunner):
-    def launch(self, plan):
+    def launch(self, plan, mask_of=None):
         step = super().launch(plan)
         if plan.step_id == 2 and sys.argv[2] == "launch":
             time.sleep(1000)

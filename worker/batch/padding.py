@@ -70,15 +70,19 @@ class PaddedShapes:
     def shape_of(
         self, num_tokens: int, num_requests: int, num_logits: int, longest_query: int
     ) -> PaddedShape | None:
-        """The smallest static shape that holds such a step; None if it is empty or none does."""
+        """The smallest static shape that holds such a step; None if it is empty or none does: a
+        step that scores a prompt, or verifies drafts, may need more logits than rows."""
         if num_tokens == 0:
             return None
         if longest_query == 1 and num_tokens <= self.decode_sizes[-1]:
             return self.decode(_at_least(self.decode_sizes, num_tokens))
         if num_tokens > self.mixed_sizes[-1] or num_requests > self.max_requests:
             return None
+        if num_logits > self.decode_sizes[-1]:  # more than the memory that all graphs share
+            return None
         tokens = _at_least(self.mixed_sizes, num_tokens)
-        logits = _at_least(_powers_of_two(_FEWEST_LOGITS, tokens, self._multiple), num_logits)
+        most = min(tokens, self.decode_sizes[-1])
+        logits = _at_least(_powers_of_two(_FEWEST_LOGITS, most, self._multiple), num_logits)
         # a chunk may be as long as the step
         return PaddedShape(tokens, self._mixed_requests(tokens), logits, tokens, is_static=True)
 

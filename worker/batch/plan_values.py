@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
-from protos.plan import UNKNOWN_TOKEN, Int32, StepPlan
+from protos.plan import ANY_TOKEN, NO_CANDIDATES, UNKNOWN_TOKEN, Int32, StepPlan
+from protos.sampling import SAMPLER_FIELDS
 from worker.kv.geometry import CacheGroup
+
+PENALTIES: Final = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 class InvalidPlan(ValueError):
@@ -29,25 +33,39 @@ class PlanBounds:
     num_swap_blocks: Sequence[int]
     num_rows: int
     num_embeddings: int  # token ids
-    max_tokens: int  # of a step, and logits
+    vocab_size: int  # columns of the logits
+    max_tokens: int  # of a step
+    max_logits: int  # of a step, and scores; samples may be as many, or as many as rows
     max_blocks: int  # block table entries of a step, all groups together
+    max_entries: int  # of all candidates that a result holds
 
 
 def check_plan(plan: StepPlan, bounds: PlanBounds) -> None:
     """Raises InvalidPlan."""
-    num_rows, max_tokens = bounds.num_rows, bounds.max_tokens
+    num_rows, max_logits = bounds.num_rows, bounds.max_logits
+    max_samples = max(num_rows, max_logits)
+    last_token = bounds.num_embeddings - 1
+    last_logits, most = len(plan.logits_indices) - 1, bounds.vocab_size
     for name, limit, first, last in (
-        ("token_ids", max_tokens, UNKNOWN_TOKEN, bounds.num_embeddings - 1),
-        ("logits_indices", max_tokens, 0, len(plan.token_ids) - 1),
+        ("token_ids", bounds.max_tokens, UNKNOWN_TOKEN, last_token),
+        ("logits_indices", min(max_logits, len(plan.token_ids)), 0, len(plan.token_ids) - 1),
         ("rows", num_rows, 0, num_rows - 1),
         ("init_rows", num_rows, 0, num_rows - 1),
-        ("sample_rows", num_rows, 0, num_rows - 1),  # or siblings, which compute nothing yet
-        ("sample_logits", num_rows, 0, len(plan.logits_indices) - 1),
+        ("sample_rows", max_samples, 0, num_rows - 1),  # or siblings, which compute nothing yet
+        ("sample_logits", max_samples, 0, last_logits),
+        ("num_candidates", max_samples, NO_CANDIDATES, most),
+        ("is_beam", max_samples, 0, 1),
+        ("score_logits", max_logits, 0, last_logits),
+        ("score_tokens", max_logits, 0, last_token),
+        ("score_candidates", max_logits, 0, most),
     ):
         values = getattr(plan, name)
         if len(values) > limit:
             raise InvalidPlan(f"{name} has {len(values)} entries; allowed: {limit}")
         _check_range(name, values, first, last)
+    _check_num_entries(plan, bounds)
+    _check_history(plan, max(most, bounds.num_embeddings))
+    _check_biases(plan, most)
     _check_offsets("query_start_loc", plan.query_start_loc, 0, len(plan.token_ids), "tokens")
     query_lens = np.diff(plan.query_start_loc)
     if np.any(query_lens < 1) or np.any(plan.seq_lens < query_lens):
@@ -74,6 +92,50 @@ def _check_range(name: str, values: Int32, first: int, last: int) -> None:
     if len(values) and not (values.min() >= first and values.max() <= last):
         odd = values[(values < first) | (values > last)]
         raise InvalidPlan(f"{name} must lie in {first}..{last}, but contain {odd.tolist()}")
+
+
+def _check_num_entries(plan: StepPlan, bounds: PlanBounds) -> None:
+    """Entries of candidates; a result that is too large would find no memory."""
+    asked = plan.num_candidates[plan.num_candidates >= 0]
+    count = len(asked) + len(plan.score_candidates)
+    if count:
+        count += int(asked.sum(dtype=np.int64) + plan.score_candidates.sum(dtype=np.int64))
+    if count > bounds.max_entries:
+        raise InvalidPlan(
+            f"num_candidates and score_candidates ask for {count} entries; allowed: "
+            f"{bounds.max_entries}"
+        )
+
+
+def _check_history(plan: StepPlan, num_tokens: int) -> None:
+    start, tokens, counts = plan.history_start, plan.history_tokens, plan.history_counts
+    _check_offsets("history_start", start, 0, len(tokens), "history entries")
+    if not len(tokens):
+        return
+    _check_range("history_tokens", tokens, UNKNOWN_TOKEN, num_tokens - 1)
+    _check_range("history_counts", counts, 0, 2**24)
+    owners = np.repeat(np.arange(len(start) - 1), np.diff(start))[tokens == UNKNOWN_TOKEN]
+    if np.any(np.diff(owners) == 0):
+        raise InvalidPlan("history_tokens name the unknown token of a sample more than once")
+    for name in PENALTIES:
+        odd = [value for value in plan.sampling[name].tolist() if not _allows(name, value)]
+        if odd:
+            raise InvalidPlan(f"{name} must be {SAMPLER_FIELDS[name].allowed}, but is {odd}")
+
+
+def _allows(name: str, value: float) -> bool:
+    return SAMPLER_FIELDS[name].allows(value)
+
+
+def _check_biases(plan: StepPlan, vocab_size: int) -> None:
+    _check_offsets("bias_start", plan.bias_start, 0, len(plan.bias), "bias entries")
+    if not len(plan.bias):
+        return
+    _check_range("bias_tokens", plan.bias_tokens, 0, vocab_size - 1)
+    _check_range("bias_after", plan.bias_after, ANY_TOKEN, vocab_size - 1)
+    wrong = plan.bias[~(plan.bias < np.inf)]  # NaN, too
+    if len(wrong):
+        raise InvalidPlan(f"bias must be finite or -inf, but contains {wrong.tolist()}")
 
 
 def _check_offsets(name: str, offsets: Int32, first: int, last: int, what: str) -> None:

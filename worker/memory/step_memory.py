@@ -3,7 +3,8 @@
 The formulas count the tensors that are alive at the same time in an eager forward of a transformers
 model under our attention, at the peak; every layer frees its own before the next one starts.
 M = max_batch_tokens, R = max_requests_per_batch, L = max_model_len, G = cache groups, a = bytes of
-one number of the model's dtype, b = of one number in the pool, E experts of which a token uses k:
+one number of the model's dtype, b = of one number in the pool, E experts of which a token uses k,
+N = max_logits, S = min(N, samples_at_once):
 
     activations  M * a * (norm + max(attention, mlp, experts)), in numbers per token:
                  norm      = residual, its float32 copy, square and product
@@ -11,17 +12,22 @@ one number of the model's dtype, b = of one number in the pool, E experts of whi
                                                                   halves rotated, and products
                  mlp       = hidden + 4 * intermediate            gate and up, activation, product
                  experts   = k * (3 * hidden + 7 * intermediate) + 3 * E, and 8 * k * E bytes
-    logits       R * (hidden * a + vocab * (2 * a + 16)) + 50 * min(R * vocab, 2^22)
-                                                                  logits and a copy, float32,
-                                                                  scaled, sums; sorted ones
+    logits       N * (hidden + 2 * vocab) * a                     logits and a copy
+                 + S * vocab * (a + 20)                           those of a slice of samples, as
+                                                                  float32, unchanged, scaled, sums
+                 + 50 * min(N * vocab, 2^22)                      sorted ones; log probabilities,
+                                                                  masks
     gathered     L * D * (4 * Hkv * b + 2 * H * (a + 4)) + 16 * min(H * min(M, L) * L, 2^24)
                                                                   `reference` only: one request's
                                                                   K and V, and its scores; K and V
                                                                   again, L * D * 2 * Hkv * a, if the
                                                                   pool has another dtype
-    inputs       io * (M * (48 + 24 * G) + R * (128 + 8 * pages of all tables))
+    inputs       io * (M * (48 + 24 * G) + R * (128 + 8 * pages of all tables) + N * 80
+                 + R * vocab / 8 + 24 * min(R * min(L, vocab), 2^20))
                                                                   io = 2 sets, and static ones
-                                                                  where graphs replay
+                                                                  where graphs replay; masks,
+                                                                  histories and biases (a step
+                                                                  with more of them takes more)
     graphs       activations + logits + 256 MiB                   the memory that all graphs share,
                                                                   as large as the largest needs
     workspaces   fixed: what matrix libraries and allocators reserve
@@ -35,6 +41,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
+import torch
+
 from protos import link_pb2
 from worker.attention.reference import MOST_SCORES
 from worker.kv.geometry import CacheGeometry
@@ -43,6 +51,12 @@ from worker.step.sampler import MOST_AT_ONCE
 
 _WORKSPACES: Final = 32 * 2**20
 _GRAPH_OBJECTS: Final = 256 * 2**20  # vLLM reports 0.21 GiB for 35 decode graphs of a 1B model
+
+
+# Logits of one step, in numbers: a CPU computes as fast with fewer.
+_MOST_LOGITS_CPU: Final = 2**24
+_MOST_LOGITS_DEVICE: Final = 2**27
+_MOST_EDITS: Final = 2**20  # history and bias entries that are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +82,9 @@ def step_memory(
     config = loaded.model.config.get_text_config()
     itemsize = loaded.dtype.itemsize
     activations = configure.max_batch_tokens * _activation_bytes(config, geometry, itemsize)
-    logits = _logits_bytes(config.hidden_size, loaded.vocab_size, itemsize, configure)
+    logits = _logits_bytes(loaded, configure, int(config.hidden_size))
     captures = loaded.device.type == "cuda" and configure.use_cuda_graph
-    inputs = _input_bytes(loaded.max_model_len, configure, geometry)
+    inputs = _input_bytes(loaded, configure, geometry)
     return StepMemory(
         activations=activations,
         logits=logits,
@@ -108,10 +122,25 @@ def _first(config: Any, *names: str) -> int:
     return 0
 
 
-def _logits_bytes(hidden: int, vocab: int, itemsize: int, configure: link_pb2.Configure) -> int:
-    rows = min(configure.max_requests_per_batch, configure.max_batch_tokens)
-    kept = rows * (hidden * itemsize + vocab * (2 * itemsize + 16))
-    return kept + 50 * min(rows * vocab, max(MOST_AT_ONCE, vocab))
+def most_logits(vocab_size: int, configure: link_pb2.Configure, device: torch.device) -> int:
+    """Tokens of one step whose logits are computed: all rows can sample, and prompts be scored in
+    chunks that are long enough to be fast."""
+    numbers = _MOST_LOGITS_CPU if device.type == "cpu" else _MOST_LOGITS_DEVICE
+    wanted = max(configure.max_requests_per_batch, numbers // vocab_size)
+    return min(configure.max_batch_tokens, wanted)
+
+
+def samples_at_once(vocab_size: int, max_requests: int) -> int:
+    """Samples that are treated together: one of each row at least."""
+    return max(max_requests, MOST_AT_ONCE // vocab_size)
+
+
+def _logits_bytes(loaded: LoadedModel, configure: link_pb2.Configure, hidden: int) -> int:
+    vocab, a = loaded.vocab_size, loaded.dtype.itemsize
+    most = most_logits(vocab, configure, loaded.device)
+    at_once = min(most, samples_at_once(vocab, configure.max_requests_per_batch))
+    kept = most * (hidden + 2 * vocab) * a + at_once * vocab * (a + 20)
+    return kept + 50 * min(most * vocab, max(MOST_AT_ONCE, vocab))
 
 
 def _gathered_bytes(loaded: LoadedModel, configure: link_pb2.Configure) -> int:
@@ -125,7 +154,10 @@ def _gathered_bytes(loaded: LoadedModel, configure: link_pb2.Configure) -> int:
     return longest * geometry.head_dim * of_token + 16 * min(scores, at_once)
 
 
-def _input_bytes(longest: int, configure: link_pb2.Configure, geometry: CacheGeometry) -> int:
+def _input_bytes(
+    loaded: LoadedModel, configure: link_pb2.Configure, geometry: CacheGeometry
+) -> int:
+    longest, vocab = loaded.max_model_len, loaded.vocab_size
     pages = 0
     for group in geometry.groups:
         tokens = longest
@@ -133,5 +165,7 @@ def _input_bytes(longest: int, configure: link_pb2.Configure, geometry: CacheGeo
             tokens = min(longest, group.sliding_window + configure.max_batch_tokens)
         pages += math.ceil(tokens / geometry.page_size) + 1
     one = configure.max_batch_tokens * (48 + 24 * len(geometry.groups))
-    one += configure.max_requests_per_batch * (128 + 8 * pages)
-    return one
+    one += configure.max_requests_per_batch * (128 + 8 * pages + vocab // 8)
+    one += 80 * most_logits(vocab, configure, loaded.device)
+    edits = configure.max_requests_per_batch * min(longest, vocab)
+    return one + 24 * min(edits, _MOST_EDITS)

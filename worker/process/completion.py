@@ -13,6 +13,8 @@ import logging
 import queue
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,6 +52,7 @@ class Completion:
         self._session = session
         self._queue: queue.SimpleQueue[_Step | _Fault | None] = queue.SimpleQueue()
         self._running: deque[int] = deque()  # step ids, the oldest first
+        self._awaits_mask: int | None = None  # the step that can only wait for the scheduler
         self._lock = threading.Lock()  # _running and the link's busy state change together
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="completion", daemon=True)
@@ -71,10 +74,24 @@ class Completion:
         steps."""
         self._queue.put(_Fault(step_id, error))
 
+    @contextmanager
+    def waiting_for_mask(self, step_id: int) -> Iterator[None]:
+        """Around the wait for a mask: meanwhile the step is not the worker's to hurry, and
+        heartbeats say so."""
+        self._set_awaited(step_id)
+        try:
+            yield
+        finally:
+            self._set_awaited(None)
+
     def finish(self) -> None:
-        """Waits until every step is answered. Raises DeviceFailed."""
+        """Waits until every launched step is answered; one that was begun, but not launched, never
+        will be. Raises DeviceFailed."""
         self._queue.put(None)
         self._thread.join()
+        with self._lock:
+            self._running.clear()
+            self._report_busy()
         if self._failure is not None:
             raise DeviceFailed(str(self._failure)) from self._failure
 
@@ -107,8 +124,15 @@ class Completion:
                 self._running.remove(step_id)
             self._report_busy()
 
+    def _set_awaited(self, step_id: int | None) -> None:
+        with self._lock:
+            self._awaits_mask = step_id
+            self._report_busy()
+
     def _report_busy(self) -> None:
-        if self._running:
+        if self._running and self._running[0] == self._awaits_mask:
+            self._link.set_busy("mask", self._running[0])
+        elif self._running:
             self._link.set_busy("step", self._running[0])
         else:
             self._link.set_busy("idle")

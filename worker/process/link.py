@@ -93,8 +93,8 @@ class SchedulerLink:
         return self._busy
 
     def set_busy(self, busy: str, step_id: int = 0, progress: float = 0.0) -> None:
-        """Sets what heartbeats report: idle, loading, capturing, compiling or step. From any
-        thread."""
+        """Sets what heartbeats report: idle, loading, capturing, compiling, step or mask. From
+        any thread."""
         self._busy = (busy, step_id, progress)
 
     def close(self, reason: str, is_failure: bool = False) -> None:

@@ -40,7 +40,7 @@ _EXPECTED: Final = (ValueError, OSError, ImportError, MemoryError)
 class StepRunner(Protocol):
     """The loaded model with its KV pool."""
 
-    def launch(self, plan: StepPlan) -> LaunchedStep: ...
+    def launch(self, plan: StepPlan, mask_of: Callable[[], link_pb2.Mask]) -> LaunchedStep: ...
 
     def ready(self) -> link_pb2.Ready: ...
 
@@ -117,10 +117,15 @@ def _run_one(session: Session, runner: StepRunner, completion: Completion) -> No
     plan = received.plan
     completion.begin(plan.step_id)
     queued = time.monotonic() - received.at
+
+    def mask_of() -> link_pb2.Mask:
+        with completion.waiting_for_mask(plan.step_id):
+            return session.wait_for_mask(plan.step_id)
+
     try:
-        if plan.awaits_mask:
-            raise NotImplementedError("this worker does not support masks (constrained sampling)")
-        launched = runner.launch(plan)
+        launched = runner.launch(plan, mask_of)
+    except SessionEnded:
+        raise
     except DeviceFailed as error:
         logger.critical("step %d failed: %s", plan.step_id, error, exc_info=error)
         raise

@@ -1,4 +1,4 @@
-"""A session with one scheduler: plans in, in order; results and faults out.
+"""A session with one scheduler: plans and masks in, results and faults out, in order.
 
 Owns: the routing of messages by kind, the order of steps, the encoding of answers. Does not own:
 the socket (link.py), what a plan means and what the main thread does with it (loop.py).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -70,6 +71,9 @@ class Session:
         # in the order in which they came: a Resume counts from its place among the plans
         self._inbox: queue.SimpleQueue[_EncodedPlan | link_pb2.Resume | None] = queue.SimpleQueue()
         self._next_step_id: int | None = None  # the scheduler chooses the first one
+        # Masks that nobody has waited for yet, by step: they overtake the plans in the inbox.
+        self._masks: dict[int, link_pb2.Mask] = {}
+        self._mask_came = threading.Condition()
 
     def receive(self) -> Received:
         """Waits for the next plan. Raises SessionEnded, or PlanRefused for a plan that is out of
@@ -86,7 +90,29 @@ class Session:
         except LayoutError as error:
             raise PlanRefused(header.step_id, f"step {header.step_id}: {error}") from error
         self._next_step_id = header.step_id + 1
+        if self._masks:
+            self._drop_masks(header.step_id)
         return Received(plan, message.at)
+
+    def wait_for_mask(self, step_id: int) -> link_pb2.Mask:
+        """Waits for the mask of a plan that was received. Those of earlier steps, which were
+        discarded or awaited none, are dropped. Raises SessionEnded."""
+        with self._mask_came:
+            self._mask_came.wait_for(lambda: self.has_ended or step_id in self._masks)
+            if self.has_ended:
+                raise SessionEnded
+            mask = self._masks[step_id]
+            self._masks = {step: kept for step, kept in self._masks.items() if step > step_id}
+        return mask
+
+    def _drop_masks(self, first_step_id: int) -> None:
+        """Those of steps before `first_step_id`."""
+        with self._mask_came:
+            kept = {step: mask for step, mask in self._masks.items() if step >= first_step_id}
+            if len(kept) < len(self._masks):
+                dropped = sorted(self._masks.keys() - kept.keys())
+                logger.debug("dropped the masks of steps %s, which nobody awaited", dropped)
+                self._masks = kept
 
     def wait_for_resume(self) -> int:
         """Discards plans until a Resume; returns their number. Raises SessionEnded."""
@@ -139,6 +165,10 @@ class Session:
                 self._inbox.put(_EncodedPlan(envelope.step_plan, buffer, at))
             case "resume":
                 self._inbox.put(envelope.resume)
+            case "mask":
+                with self._mask_came:
+                    self._masks[envelope.mask.step_id] = envelope.mask
+                    self._mask_came.notify()
             case "heartbeat":
                 pass  # any message shows that the scheduler is alive
             case _:
@@ -146,5 +176,7 @@ class Session:
         return True
 
     def end(self) -> None:
-        self.has_ended = True
+        with self._mask_came:
+            self.has_ended = True
+            self._mask_came.notify()
         self._inbox.put(None)

@@ -1,8 +1,9 @@
 """A step's inputs at fixed addresses, in one buffer of bytes.
 
 One copy brings all arrays of a step to the device. Each has a fixed place, sized for the largest
-step; block tables come last, and only what is used of them is copied. On the CPU the host's buffer
-is the device's.
+step; block tables come last, and only what is used of them is copied. What only some steps have,
+and graphs do not read, follows in a second copy, in memory that grows (ragged_buffer.py). On the
+CPU the host's buffer is the device's.
 
 Owns: the layout, the buffer, writing a step into it. Does not own: when a buffer may be written
 again (runner.py), outputs (output_buffer.py).
@@ -23,7 +24,9 @@ from worker.attention.interface import GroupTables
 from worker.batch.inputs import StepInputs
 from worker.batch.padding import PaddedShape
 from worker.step.output_buffer import host_zeros
-from worker.step.sampler import SampleRows, split_rows
+from worker.step.ragged_buffer import RaggedBuffer
+from worker.step.sample_inputs import SampleInputs, StepSamples, prepare_samples
+from worker.step.sampler import SampleRows
 
 _ALIGNMENT: Final = 64  # bytes; more than any dtype needs, and what vector loads like
 
@@ -38,6 +41,7 @@ class Capacity:
     samples: int
     blocks: int
     groups: int
+    samples_at_once: int  # samples that are treated together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,23 +88,31 @@ class InputBuffer:
         is_shared = device.type == "cpu"
         self.device = self.host if is_shared else torch.zeros_like(self.host, device=device)
         self.num_used = 0  # bytes of the step written last
+        self.sampling = SampleInputs()  # of that step
+        self._num_samples = self._num_init_rows = 0
         self._num_groups = capacity.groups
+        self._samples_at_once = capacity.samples_at_once
+        self._ragged = RaggedBuffer(device)
         self._blocks_offset = places["blocks"][0]
         self._arrays = {name: _view(self.host, *place).numpy() for name, place in places.items()}
         self._tensors = {name: _view(self.device, *place) for name, place in places.items()}
 
     def write(self, plan: StepPlan, inputs: StepInputs, vocab_size: int) -> None:
         """Writes a step that fits the capacity into the host's buffer."""
-        kinds = split_rows(plan.sampling, vocab_size)
-        self._num_each = [len(rows) for rows in kinds]
+        self.sampling = prepare_samples(plan, vocab_size, self._samples_at_once)
+        self._ragged.write(self.sampling.arrays)
+        self._num_samples = len(plan.sample_rows)
         self._num_init_rows = len(plan.init_rows)
         blocks = inputs.groups[0].blocks  # of all groups
         self.num_used = self._blocks_offset + blocks.nbytes
         values = {name: getattr(inputs, name) for name in _FORWARD}
         values |= {name: getattr(plan, name) for name in _SAMPLES}
-        values |= {**plan.sampling, "sample_order": np.concatenate(kinds), "blocks": blocks}
+        values |= {**plan.sampling, "blocks": blocks}
         for name, array in values.items():
             self._arrays[name][: len(array)] = array
+        if self.sampling.sample_order:
+            order = self._arrays["sample_order"][: self._num_samples]
+            np.concatenate(self.sampling.sample_order, out=order)
         for name in _TABLES:
             for index, group in enumerate(inputs.groups):
                 array = getattr(group, name)
@@ -111,9 +123,10 @@ class InputBuffer:
         self.device[:num_bytes].copy_(other[:num_bytes], non_blocking=True)
 
     def to_device(self) -> None:
-        """The one copy of a step; nothing where both sides are the same memory."""
+        """Launches the copies; nothing where both sides are the same memory."""
         if self.device is not self.host:
             self.copy_from(self.host, self.num_used)
+            self._ragged.to_device()
 
     def read(self, shape: PaddedShape) -> DeviceInputs:
         """The device's side as the forward wants it. Fixed addresses, whatever is written."""
@@ -135,19 +148,20 @@ class InputBuffer:
         """Rows that the written step gives to new tenants, on the device: int64 [I]."""
         return self._tensors["init_rows"][: self._num_init_rows]
 
-    def samples(self) -> SampleRows:
+    def samples(self) -> StepSamples:
         """The written step's samples, on the device."""
-        count = sum(self._num_each)
-        greedy, plain, truncated = self._tensors["sample_order"][:count].split(self._num_each)
-        return SampleRows(
+        count = self._num_samples
+        order = self._tensors["sample_order"][:count]
+        fixed = SampleRows(
             logits=self._tensors["sample_logits"][:count],
             rows=self._tensors["sample_rows"][:count],
-            greedy=greedy,
-            plain=plain,
-            truncated=truncated,
+            greedy=order[:0],
+            plain=order,
+            truncated=order[:0],
             u=self._tensors["u"][:count],
             parameters={name: self._tensors[name][:count] for name in _PARAMETERS},
         )
+        return self.sampling.on_device(self._ragged.read(), fixed)
 
 
 def _view(memory: torch.Tensor, start: int, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:

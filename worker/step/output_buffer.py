@@ -1,6 +1,8 @@
-"""A step's outputs at fixed addresses, which one copy brings to the host."""
+"""A step's outputs at one place, which one copy brings to the host."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -8,39 +10,47 @@ import torch
 
 
 class OutputBuffer:
-    """Sampled tokens [S], whether each token's hidden state is finite [T], and each logits row [L].
+    """What a step computed, in parts of 4-byte items one behind the other.
 
     On the CPU the host's buffer is the device's.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """`size` is the most that S + T + L may be."""
-        self._host = host_zeros(4 * size, device).view(torch.int32)
-        is_shared = device.type == "cpu"
-        self._device = self._host if is_shared else torch.zeros_like(self._host, device=device)
-        self._lengths = [0, 0, 0]
+        """`size` is the number of items at first."""
+        self._torch_device = device
+        self._lengths: list[int] = []
+        self._allocate(size)
 
-    def clear(self) -> None:
-        self._lengths = [0, 0, 0]
+    def _allocate(self, size: int) -> None:
+        self._host = host_zeros(4 * size, self._torch_device).view(torch.int32)
+        is_shared = self._torch_device.type == "cpu"
+        self._device = (
+            self._host if is_shared else torch.empty_like(self._host, device=self._torch_device)
+        )
 
-    def write(self, tokens: torch.Tensor, finite: torch.Tensor, logits: torch.Tensor) -> None:
-        """Stores a step's results on the device, one behind the other."""
-        parts = (tokens, finite, logits)
+    def begin(self, size: int) -> None:
+        """Before a step of at most `size` items is launched; grows if it must."""
+        self._lengths = []
+        if size > len(self._host):
+            self._allocate(max(size, 2 * len(self._host)))
+
+    def write(self, parts: Sequence[torch.Tensor]) -> None:
+        """Stores a step's results on the device; integers and booleans as int32, floating-point
+        numbers as float32."""
         self._lengths = [len(part) for part in parts]
         places = self._device[: sum(self._lengths)].split(self._lengths)
         for part, place in zip(parts, places, strict=True):
-            place.copy_(part)
+            (place.view(torch.float32) if part.is_floating_point() else place).copy_(part)
 
     def to_host(self) -> None:
         if self._device is not self._host:
             count = sum(self._lengths)
             self._host[:count].copy_(self._device[:count], non_blocking=self._host.is_pinned())
 
-    def read(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Copies of the three, from the host's side."""
+    def read(self) -> list[npt.NDArray[np.int32]]:
+        """Copies of the parts, from the host's side; those of a step that wrote none are none."""
         array = self._host[: sum(self._lengths)].numpy().copy()
-        tokens, finite, logits = np.split(array, np.cumsum(self._lengths)[:-1])
-        return tokens, finite.astype(np.bool_), logits.astype(np.bool_)
+        return np.split(array, np.cumsum(self._lengths)[:-1]) if self._lengths else []
 
 
 def host_zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
