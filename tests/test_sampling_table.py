@@ -95,7 +95,7 @@ def unlike_neutral(entry: SamplingField) -> float | int:
 
 def on_device(sampling: dict[str, float], stated: dict[str, float]) -> dict[str, list[float]]:
     """Each parameter in the worker's buffer, for a request and a model's generation_config."""
-    model = Model("tiny", FACTS, Tokenizer(chat(), stated))
+    model = Model.of("tiny", FACTS, Tokenizer(chat(), stated))
     asked = pb.GenerateRequest(text="hello", sampling=pb.SamplingParams(**sampling))
     scheduler = Scheduler(Limits(64, 8), Setup().geometry())
     scheduler.submit(validate(asked, "r", 0, model, 8).new)

@@ -150,6 +150,11 @@ class Tokenizer:
         """Encodes each as a part of a longer text, without what a text begins with."""
         return encode_middles(texts, self._encode_all)
 
+    def to_json(self) -> str:
+        """As a tokenizer.json."""
+        text: str = self._rust.to_str()
+        return text
+
     def token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it; None for an unknown id."""
         token: str | None = self._rust.id_to_token(token_id)
