@@ -97,7 +97,7 @@ FLOORS = {
     ),
     "scheduler_svc": (
         ("core", "errors"),
-        ("settings", "text"),
+        ("settings", "text", "grammar"),
         ("engine",),
         ("front",),
         ("__main__",),
