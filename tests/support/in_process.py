@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from protos.plan import StepPlan, StepResult
-from scheduler_svc.core.request import NewRequest, Sampling
+from scheduler_svc.core.request import NewRequest, Request, Sampling, TokenScore
+from scheduler_svc.core.scheduler import drafts_of
 from scheduler_svc.engine.views import get_cache
 from tests.support.check import check
 from tests.support.core_driver import CoreDriver
@@ -35,6 +36,7 @@ class Served:
     tokens: dict[Answerer, list[int]] = field(default_factory=dict)
     # [tokens, V] that they were sampled from
     logits: dict[Answerer, torch.Tensor] = field(default_factory=dict)
+    scores: dict[Answerer, list[TokenScore]] = field(default_factory=dict)
     steps: int = 0
     cached_tokens: int = 0
     offloads: int = 0
@@ -66,6 +68,7 @@ class InProcess:
         allow_block_sharing: bool = True,
         safety_margin: float | None = None,
         is_padded: bool = False,
+        propose: Callable[[Request], Sequence[int]] = drafts_of,
         **settings: Any,
     ) -> None:
         configured = {**settings, "page_size": loaded.geometry.page_size}
@@ -84,6 +87,7 @@ class InProcess:
             depth=depth,
             allow_block_sharing=allow_block_sharing,
             safety_margin=safety_margin,
+            propose=propose,
         )
         self.state = self.core.state
         self.launched: deque[RunningStep] = deque()
@@ -129,9 +133,12 @@ class InProcess:
         served = self.serve(requests, stagger)
         return [Answer(served.tokens[who], served.logits[who]) for who in served.tokens]
 
-    def serve(self, requests: list[NewRequest], stagger: int = 0) -> Served:
-        """All of them to the end; request i arrives at turn i * stagger. Rows and blocks are all
-        free after that."""
+    def serve(
+        self, requests: list[NewRequest], stagger: int = 0, dies_at: Sequence[int] = ()
+    ) -> Served:
+        """All of them to the end; request i arrives at turn i * stagger. In the turns `dies_at` the
+        worker loses its memory and what it has not answered. Rows and blocks are all free at the
+        end."""
         state, served = self.state, Served()
         logits: _Logits = defaultdict(dict)
         waiting = deque(enumerate(requests))
@@ -139,9 +146,14 @@ class InProcess:
         for turn in itertools.count():
             while waiting and turn >= stagger * waiting[0][0]:
                 for request in self.core.submit(waiting.popleft()[1]):
-                    served.tokens[request.request_id, request.index] = request.token_ids
+                    who = request.request_id, request.index
+                    served.tokens[who], served.scores[who] = request.token_ids, request.scores
             if not (waiting or state.requests or self.launched):
                 break
+            if turn in dies_at:
+                while self.launched:  # their results are lost
+                    self.launched.popleft().wait()
+                self.core.scheduler.lose_worker(state.geometry)
             self._turn(served, logits)
         check(state)
         assert state.memory.device.is_free
@@ -168,16 +180,18 @@ class InProcess:
             num_sampled = len(self.logits)
             self.launched.append(self.runner.launch(plan))
             if len(self.logits) > num_sampled:
-                self._note_logits(plan, logits)
+                self._note_logits(plan, torch.cat(self.logits[num_sampled:]), logits)
         if self.launched:
             self.core.absorb(self.launched.popleft().wait())
         else:
             assert not self.state.requests, "wedged"
 
-    def _note_logits(self, plan: StepPlan, logits: _Logits) -> None:
-        """Every sample follows the last token of a row: where that row then ends."""
-        sampled = plan.logits_indices[plan.sample_logits]
-        ends = plan.seq_lens[np.searchsorted(plan.query_start_loc, sampled, side="right") - 1]
-        for row, end, of in zip(plan.sample_rows, ends, self.logits[-1], strict=True):
+    def _note_logits(self, plan: StepPlan, sampled: torch.Tensor, logits: _Logits) -> None:
+        """Notes sampled [S, V] by the position of each sample; those of rejected draft tokens are
+        overwritten later."""
+        indices = plan.logits_indices[plan.sample_logits]
+        places = np.searchsorted(plan.query_start_loc, indices, side="right") - 1
+        positions = plan.seq_lens[places] - plan.query_start_loc[places + 1] + indices + 1
+        for row, position, of in zip(plan.sample_rows, positions, sampled, strict=True):
             request = self.state.rows.running[int(row)]
-            logits[request.request_id, request.index][int(end)] = of
+            logits[request.request_id, request.index][int(position)] = of
