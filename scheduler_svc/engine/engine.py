@@ -31,12 +31,14 @@ from scheduler_svc.core.state import State
 from scheduler_svc.core.wedge import describe, loosen, stuck
 from scheduler_svc.engine.answers import Answers
 from scheduler_svc.engine.events import Event, Status, Submission, check_fits
+from scheduler_svc.engine.masks import Masks
 from scheduler_svc.engine.step_feed import StepFeed
 from scheduler_svc.engine.views import count_by_state
 from scheduler_svc.engine.worker_link import WorkerLink, WorkerMessage
 from scheduler_svc.engine.worker_session import WorkerSession
 from scheduler_svc.errors import (
     ChairliftError,
+    ConstraintFailed,
     DuplicateRequest,
     QueueFull,
     RequestFailed,
@@ -95,6 +97,12 @@ class Engine:
             clock,
         )
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._masks = Masks(
+            self._state,
+            lambda request, why: self._fail(request.request_id, why, ConstraintFailed),
+            self._inbox.put,
+            clock,
+        )
         self._questions: deque[Command] = deque()  # may take long, and are not urgent
         self._thread: threading.Thread | None = None
         self._is_stopping = False
@@ -174,6 +182,7 @@ class Engine:
     def turn(self, timeout: float) -> None:
         """Waits up to `timeout` seconds for a command, then does everything that is due."""
         self._run_commands(timeout)
+        self._masks.advance()
         self._answer_questions()
         self._session.check_timeouts()
         self._plan()
@@ -222,6 +231,8 @@ class Engine:
             self._answers.refuse(new.request_id, error)
             return
         family = self._scheduler.submit(new)
+        if submission.matcher is not None:
+            self._masks.add(new.request_id, submission.matcher)
         texts: Sequence[Any] = submission.texts or [None] * len(family)
         for request, text in zip(family, texts, strict=True):
             self._answers.add(request, text, submission.is_streamed, submission.unsent_text)
@@ -273,6 +284,8 @@ class Engine:
                 for request in step.admitted:
                     self._answers.note_scheduled(request)
                 self._session.send(link_pb2.Envelope(), plan)
+                if plan.awaits_mask:
+                    self._masks.begin(step, self._session.sender())
                 self.steps.planned(self._state, step)
             elif self._state.requests and not self._state.in_flight:
                 self._loosen()
@@ -311,4 +324,5 @@ class Engine:
     def _stop(self) -> None:
         for answer in self._answers:
             self._fail(answer.request.request_id, "the server is stopping", Unavailable)
+        self._masks.close()
         self._is_stopping = True

@@ -131,6 +131,7 @@ class Server:
                 await self._grpc.stop(STOP_SECONDS)
             finally:
                 await asyncio.to_thread(self._engine.stop)
+                self.served.close()
 
     async def _drain(self, hurry: asyncio.Event, why: str | None) -> None:
         if self._mirror is not None:

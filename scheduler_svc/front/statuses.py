@@ -29,6 +29,7 @@ from google.protobuf.message import DecodeError
 
 from scheduler_svc.errors import (
     ChairliftError,
+    ConstraintFailed,
     DeadlineExceeded,
     DuplicateRequest,
     NotImplementedYet,
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 STATUS_OF: Final[dict[type[ChairliftError], grpc.StatusCode]] = {
     RequestRejected: grpc.StatusCode.INVALID_ARGUMENT,
+    ConstraintFailed: grpc.StatusCode.INVALID_ARGUMENT,
     NotImplementedYet: grpc.StatusCode.UNIMPLEMENTED,
     DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
     UnknownRequest: grpc.StatusCode.NOT_FOUND,

@@ -234,14 +234,14 @@ def test_one_token_has_nothing_to_score() -> None:
 WRONG = {
     "too few ranks": ({"ranks": np.ones(20, np.int32)}, "20 ranks"),
     "no entries": ({"candidate_ids": np.zeros(0, np.int32)}, "0 candidates"),
-    "rank 0": ({"ranks": np.arange(21, dtype=np.int32)}, "rank 0"),
-    "rank": ({"ranks": np.full(21, 201, np.int32)}, "rank 201"),
+    "rank 0": ({"ranks": np.arange(21, dtype=np.int32)}, "a rank is 0"),
+    "rank": ({"ranks": np.full(21, 201, np.int32)}, "a rank is 201"),
     "candidate": ({"candidate_ids": np.full(42, 200, np.int32)}, "candidate 200"),
     "negative": ({"candidate_ids": np.full(42, -1, np.int32)}, "candidate -1"),
     "nan": ({"logprobs": np.full(42, np.nan, np.float32)}, "nan"),
     "positive": ({"logprobs": np.full(42, 0.1, np.float32)}, "0.1"),
     "infinite": ({"logprobs": np.full(42, np.inf, np.float32)}, "inf"),
-    "another token": ({"candidate_ids": np.full(42, 5, np.int32)}, "token 5 instead of 0"),
+    "another token": ({"candidate_ids": np.full(42, 5, np.int32)}, "token 5 where 0"),
 }
 
 
@@ -256,6 +256,22 @@ def test_a_report_that_contradicts_the_plan_is_refused(name: str) -> None:
     wrong = core.scheduler.why_invalid(replace(right, **changes), 200)  # type: ignore[arg-type]
     assert wrong is not None
     assert why in wrong
+
+
+def test_reports_of_a_row_that_is_not_finite_may_be_anything() -> None:
+    """One request's NaN ends the worker's session, and everybody waits for the next one."""
+    core = Core()
+    broken, sound = core.submit("a", 1), core.submit("b", 1, sampling=Sampling(logprobs=1))
+    plan = core.plan()
+    result = answered(plan)
+    result.logprobs[:] = np.where(np.arange(len(result.logprobs)) < 2 + 40, np.nan, -0.5)
+    result.logprobs[:2] = -0.5  # the sample of the second row comes first
+    assert "nan" in (core.scheduler.why_invalid(result, 200) or "")
+    result.is_finite[0] = 0
+    assert core.scheduler.why_invalid(result, 200) is None
+    absorbed = core.scheduler.absorb(result)
+    assert absorbed.not_finite == [broken]
+    assert (len(broken.prompt_scores), len(sound.prompt_scores)) == (0, 20)
 
 
 def test_an_impossible_token_has_an_infinitely_negative_log_probability() -> None:
