@@ -52,8 +52,8 @@ def fill_static_batch(batch: Batch) -> None:
 
 
 def _admit_batch(batch: Batch) -> None:
-    """Admits all that fit. Prompts beyond this step's token budget get their blocks now, and are
-    computed by the next steps."""
+    """Admits all that fit. Prompts beyond this step's tokens and logits get their blocks now, and
+    are computed by the next steps."""
     state, memory = batch.state, batch.state.memory
     cell = None
     for request in state.pending.in_order():
@@ -63,7 +63,7 @@ def _admit_batch(batch: Batch) -> None:
         if request.num_in_flight or cell is not state.suspects.cell_of(request):
             return
         candidate = alone(state, request)
-        if batch.tokens_left:
+        if batch.tokens_left and batch.has_logits(request):
             if not batch.admit(candidate, len(request.token_ids), request.max_total_tokens):
                 return
             continue
