@@ -79,7 +79,8 @@ class Batch:
         self.logits_left = sys.maxsize
         if max_logits := state.geometry.max_logits:
             num_rows = state.rows.num_rows
-            self.logits_left = max(max_logits, num_rows) - (num_rows - state.rows.num_free)
+            assert max_logits >= num_rows, f"{max_logits} logits for {num_rows} rows"
+            self.logits_left = max_logits - (num_rows - state.rows.num_free)
         self._scores_need_logits = 0 < max_logits < limits.max_batch_tokens
         owners = state.memory.counts.owners if limits.cache_budget else []
         self._is_read = [np.zeros(len(counts), np.bool_) for counts in owners]  # [G][block]

@@ -4,7 +4,8 @@ A batch is admitted whole when nothing else runs: as many waiting requests as ro
 with pages for prompt + max_tokens reserved. Its prompts are computed first, in as many steps as the
 token budget requires; then every step computes every row, ended ones included, until the last has
 ended. So it wastes what padded generation wastes, and nothing else differs from the other policies.
-Requests with siblings are refused: their blocks cannot be reserved.
+Requests with siblings are refused, as their blocks cannot be reserved, and no drafts are verified.
+All else that a request may ask for works: penalties, biases, grammars, log probabilities.
 """
 
 from __future__ import annotations
