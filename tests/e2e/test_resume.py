@@ -21,6 +21,7 @@ PROMPTS: dict[str, Any] = {
     "stop": "Once",
     "siblings": "Twice",
     "chat": [{"role": "user", "content": "Hello"}],
+    "grammar": "A list:",
 }
 LONG: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True}
 DRAWN: dict[str, Any] = {**LONG, "temperature": 1.2}
@@ -38,7 +39,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "stop": {**LONG, "seed": 5, "temperature": 1.5, "top_k": 40},
     "siblings": {**LONG, "seed": 9, "n": 3},
-    "chat": {**LONG, "seed": 3, "min_tokens": 50},
+    "chat": {**LONG, "seed": 3, "min_tokens": 50, "speculate": 4},
+    "grammar": {
+        "max_tokens": 120,
+        "seed": 4,
+        "json_schema": {"type": "array", "items": {"type": "string"}, "minItems": 100},
+    },
 }
 
 
@@ -122,8 +128,8 @@ def check_resumed(requests: list[Any]) -> None:
 def test_streams_outlive_their_scheduler(
     services: Services, undisturbed: dict[str, list[Answer]]
 ) -> None:
-    """Greedy and seeded, with penalties, a stop string, log probabilities, and for each sibling:
-    the same as if nothing had happened. Without a seed: as with the one in `started`."""
+    """Greedy and seeded, with penalties, a stop string, a grammar, log probabilities, and for each
+    sibling: the same as if nothing had happened. Without a seed: as with the one in `started`."""
     with Chairlift(services.address, retries=RETRIES) as chairlift:
         requests = watched(chairlift)
         streams = {name: chairlift.generate(PROMPTS[name], **OPTIONS[name]) for name in PROMPTS}
