@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from protos.plan import Int32
 from scheduler_svc.core.limits import NO_MEMORY, Geometry, Limits
+from scheduler_svc.core.memory.cache_events import CacheEvents
 from scheduler_svc.core.memory.kv_memory import KvMemory, Transfers
 from scheduler_svc.core.pending import PendingQueue
 from scheduler_svc.core.policies import Policy
@@ -115,10 +116,18 @@ class State:
         self.next_ticket = 0
         self.next_step_id = 0
         self.in_flight: deque[InFlight] = deque()
+        self.cache_events: CacheEvents | None = None  # None = nobody has listened yet
         # running, but beyond the last plan's cache budget; longest wait first
         self.left_out: tuple[Request, ...] = ()
         self.step_cost = StepCost(aim_of(limits.target_step_ms, geometry.device), geometry.device)
         self._set_memory(geometry)
+
+    def listen_to_cache(self) -> CacheEvents:
+        """Records what the prefix cache stores and drops, from the first call on."""
+        if self.cache_events is None:
+            self.cache_events = CacheEvents()
+            self.memory.prefix_cache.report_to(self.cache_events)
+        return self.cache_events
 
     @property
     def plans_allowed(self) -> int:
@@ -129,6 +138,8 @@ class State:
         self.geometry = geometry
         num_rows = self.limits.max_requests_per_batch
         self.memory = KvMemory(geometry, num_rows, geometry.pool_tokens(self.holds_ended))
+        if self.cache_events is not None:
+            self.memory.prefix_cache.report_to(self.cache_events)
         self.rows = Rows(num_rows)
         # what was learned of the same device stays valid
         if geometry.groups and geometry.device != self.step_cost.device:

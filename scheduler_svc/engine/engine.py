@@ -30,6 +30,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.state import State
 from scheduler_svc.core.wedge import describe, loosen, stuck
 from scheduler_svc.engine.answers import Answers
+from scheduler_svc.engine.cache_feed import CacheFeed
 from scheduler_svc.engine.events import Event, Status, Submission, check_fits
 from scheduler_svc.engine.masks import Masks
 from scheduler_svc.engine.step_feed import StepFeed
@@ -75,6 +76,7 @@ class Engine:
         Timeouts are in seconds; a `step_timeout` of 0 never expires.
         """
         self.steps = StepFeed(clock)
+        self.cache_feed = CacheFeed()
         self._link = link
         self._deliver: Callable[[list[Event]], None] = lambda events: None
         self._on_status: Callable[[Status], None] = lambda status: None
@@ -188,6 +190,7 @@ class Engine:
         self._plan()
         self._make_text()
         self._deliver_events()
+        self.cache_feed.forward(self._state)
         self._session.count(*count_by_state(self._state))
         self._check_if_idle()
 

@@ -5,6 +5,7 @@ Owns the checks of their form; roles, and what a message of each may have, are t
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from typing import Any, Final
@@ -20,7 +21,9 @@ ROLE: Final = re.compile(r"[\w .-]{0,64}")
 NAME: Final = re.compile(r"[\w .:/@#+-]{0,256}")
 MAX_TOOLS: Final = 128  # defined, or called in one message
 MAX_JSON_CHARS: Final = 1 << 18  # of one text
+MAX_ALL_JSON_CHARS: Final = 1 << 21  # of all in a chat: a second's work
 MAX_JSON_DEPTH: Final = 64
+SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def chat_of(asked: pb.ChatMessages, limit: TokenLimit) -> Chat:
@@ -39,6 +42,7 @@ def chat_of(asked: pb.ChatMessages, limit: TokenLimit) -> Chat:
         )
     is_prompted = asked.add_generation_prompt or not asked.HasField("add_generation_prompt")
     _check_count("chat.tools", asked.tools)
+    _check_json_length(asked)
     variables = {}
     if asked.chat_template_kwargs:
         variables = _object("chat.chat_template_kwargs", asked.chat_template_kwargs)
@@ -99,6 +103,17 @@ def _check_count(field: str, items: Any) -> None:
         raise RequestRejected(f"number of {field}", len(items), f"at most {MAX_TOOLS}")
 
 
+def _check_json_length(asked: pb.ChatMessages) -> None:
+    calls = (call.arguments for message in asked.messages for call in message.tool_calls)
+    num_chars = sum(map(len, (*asked.tools, asked.chat_template_kwargs, *calls)))
+    if num_chars > MAX_ALL_JSON_CHARS:
+        raise RequestRejected(
+            "length of all tools, arguments and chat_template_kwargs in characters",
+            num_chars,
+            f"at most {MAX_ALL_JSON_CHARS}",
+        )
+
+
 def _object(field: str, text: str) -> dict[str, Any]:
     """A JSON object that a template can write again."""
     if len(text) > MAX_JSON_CHARS:
@@ -109,10 +124,10 @@ def _object(field: str, text: str) -> dict[str, Any]:
         read = json.loads(text, parse_constant=_refuse_constant)
         if not isinstance(read, dict):
             raise ValueError("it is none")
-        if _is_deeper(read, MAX_JSON_DEPTH):
-            raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} deep")
-        for string in strings_in(read):
-            string.encode()  # a lone surrogate is no text
+        _check_depth(read)
+        if SURROGATE.search(text):
+            for string in strings_in(read):
+                string.encode()  # half of a character is no text
     except (ValueError, RecursionError) as error:
         raise RequestRejected(field, text, f"a JSON object ({error})") from None
     return read
@@ -122,8 +137,11 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _is_deeper(value: object, depth: int) -> bool:
-    if not isinstance(value, dict | list):
-        return False
-    items = value.values() if isinstance(value, dict) else value
-    return depth == 0 or any(_is_deeper(item, depth - 1) for item in items)
+def _check_depth(value: object) -> None:
+    level: list[Any] = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        items = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [item for item in itertools.chain(*items) if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} deep")

@@ -21,7 +21,7 @@ from scheduler_svc.grammar.vocabulary import UnusableTokenizer, build_tokenizer
 
 logger = logging.getLogger(__name__)
 
-MAX_KEPT: Final = 32  # grammars, and refusals
+MAX_KEPT: Final = 128  # grammars, and refusals
 
 
 class Grammars:

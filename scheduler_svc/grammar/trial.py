@@ -72,6 +72,7 @@ class TrialProcess:
                     stdin=theirs.fileno(),
                     env={**os.environ, "PYTHONPATH": str(ROOT)},
                 )
+            self._process = process
             self._end_it = weakref.finalize(self, _end, process, self._control)
             self._control.sendall(self._setup)
         return self._control

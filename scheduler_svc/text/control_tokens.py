@@ -13,7 +13,9 @@ answers contain them as text (`<think>`, `<tool_call>`), which comes back with t
 
 from __future__ import annotations
 
+import itertools
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -27,6 +29,7 @@ from scheduler_svc.text.chat_template import Chat
 BEGIN: Final = "\ufdd0"
 END: Final = "\ufdd1"
 BREAK: Final = "\ufdd2"
+SEPARATOR: Final = "\n\ufdd3\n"  # in no token
 MARKS: Final = re.compile(f"[{BEGIN}{END}{BREAK}]")
 MARKED: Final = re.compile(f"{BEGIN}([^{BEGIN}{END}]*){END}|[{BEGIN}{END}{BREAK}]")
 SAID: Final = ("content", "reasoning_content")  # by the assistant, in words that it may have made
@@ -63,9 +66,12 @@ class ControlTokens:
         messages = []
         for message in chat.messages:
             is_assistant = message["role"] == "assistant"
+            said_keys = SAID if is_assistant else ()
             messages.append(
                 {
-                    key: _mapped(value, by_assistant if is_assistant and key in SAID else by_others)
+                    key: value
+                    if key == "role"
+                    else _mapped(value, by_assistant if key in said_keys else by_others)
                     for key, value in message.items()
                 }
             )
@@ -118,18 +124,26 @@ class _Finder:
 
     def marked(self, texts: Collection[str]) -> dict[str, str]:
         """Each text, with the spelled tokens marked, and no other marks."""
-        distinct = list(dict.fromkeys(texts))
-        plain = [unmarked(text) for text in distinct]
+        plain = {text: unmarked(text) for text in texts}
+        found = self._find(list(plain.values()))
         return {
-            text: self._enclose(unmarked_text, spans)
-            for text, unmarked_text, spans in zip(distinct, plain, self._find(plain), strict=True)
+            text: self._enclose(without_marks, found[place]) if place in found else without_marks
+            for place, (text, without_marks) in enumerate(plain.items())
         }
 
-    def _find(self, texts: Sequence[str]) -> list[Spans]:
-        return [
-            [span for id, span in zip(found.ids, found.offsets, strict=True) if id != 0]
-            for found in self._rust.encode_batch(list(texts))
-        ]
+    def _find(self, texts: Sequence[str]) -> dict[int, Spans]:
+        """By place, the texts that spell tokens. All are read as one: a chat may have millions."""
+        found: dict[int, Spans] = {}
+        joined = self._rust.encode_batch([SEPARATOR.join(texts)])[0]
+        spans = [span for id, span in zip(joined.ids, joined.offsets, strict=True) if id != 0]
+        if not spans:
+            return found
+        sizes = (len(text) + len(SEPARATOR) for text in texts)
+        starts = list(itertools.accumulate(sizes, initial=0))
+        for begin, end in spans:
+            place = bisect_right(starts, begin) - 1
+            found.setdefault(place, []).append((begin - starts[place], end - starts[place]))
+        return found
 
     def _enclose(self, text: str, spans: Spans) -> str:
         pieces = []
@@ -158,19 +172,22 @@ def _said(chat: Chat) -> Iterator[Any]:
 def _not_said(chat: Chat) -> Iterator[Any]:
     for message in chat.messages:
         is_assistant = message["role"] == "assistant"
-        yield from (value for key, value in message.items() if not (is_assistant and key in SAID))
+        skipped = ("role", *SAID) if is_assistant else ("role",)  # whose letters are restricted
+        yield from (value for key, value in message.items() if key not in skipped)
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """All texts in JSON values, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from value
-        yield from strings_in(value.values())
-    elif value is not None and not isinstance(value, int | float):
-        for item in value:
-            yield from strings_in(item)
+    """All texts in JSON values, keys included, in any order."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            left += value
+            left += value.values()
+        elif value is not None and not isinstance(value, int | float):
+            left += value
 
 
 def _mapped(value: Any, by: Mapping[str, str]) -> Any:

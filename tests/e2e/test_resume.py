@@ -1,168 +1,136 @@
-"""A scheduler that is killed in the middle of its answers: their streams end whole."""
+"""A resumed answer over the whole service: the same tokens, text, log probabilities and usage."""
 
 from __future__ import annotations
 
-import asyncio
-import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
-from client import Answer, AsyncChairlift, Chairlift
-from tests.support.services import Services
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc
+from tests.support.processes import Server
 
-READY_SECONDS = 60.0
-RETRIES = 60  # a scheduler that imports on a busy machine
-PROMPTS: dict[str, Any] = {
-    "greedy": "Once",
-    "penalties": [1, 2, 3],
-    "stop": "Once",
-    "siblings": "Twice",
-    "chat": [{"role": "user", "content": "Hello"}],
-    "grammar": "A list:",
-}
-LONG: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True}
-DRAWN: dict[str, Any] = {**LONG, "temperature": 1.2}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "greedy": {**LONG, "temperature": 0, "logprobs": 2, "prompt_logprobs": 1},
-    "penalties": {
-        **LONG,
-        "seed": 11,
-        "temperature": 0.8,
-        "repetition_penalty": 1.2,
-        "frequency_penalty": 0.3,
-        "presence_penalty": 0.2,
-        "logit_bias": {65: 3.0},
-        "logprobs": 0,
-    },
-    "stop": {**LONG, "seed": 5, "temperature": 1.5, "top_k": 40},
-    "siblings": {**LONG, "seed": 9, "n": 3},
-    "chat": {**LONG, "seed": 3, "min_tokens": 50, "speculate": 4},
-    "grammar": {
-        "max_tokens": 120,
-        "seed": 4,
-        "json_schema": {"type": "array", "items": {"type": "string"}, "minItems": 100},
-    },
-}
+PROMPT = "Once upon a time, é"
 
 
 @pytest.fixture(scope="module")
-def services(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Services]:
-    folder = tmp_path_factory.mktemp("services")
-    services = Services(folder, tiny_model, "--num-blocks", "600", "--deterministic", "true")
-    with Chairlift(services.address) as chairlift:
-        try:
-            chairlift.wait_ready(READY_SECONDS)
-        except Exception as error:
-            raise AssertionError(f"{error}\n{services.log.read_text()}") from error
-    yield services
-    services.stop()
+def stub(tiny_server: Server) -> Iterator[Any]:
+    with grpc.insecure_channel(tiny_server.address) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(services: Services) -> dict[str, list[Answer]]:
-    """The answers, and a stop string for the one that is to end by it."""
-    with Chairlift(services.address) as chairlift:
-        streams = {name: chairlift.generate(PROMPTS[name], **OPTIONS[name]) for name in PROMPTS}
-        answers = {name: stream.answers() for name, stream in streams.items()}
-        text = answers["stop"][0].text
-        begin = next(
-            place for place in range(70, len(text)) if text.find(text[place : place + 4]) == place
+class Answer:
+    """All that came of one sibling."""
+
+    def __init__(self, responses: list[pb.GenerateResponse], index: int) -> None:
+        chunks = [r.chunk for r in responses if r.index == index and r.HasField("chunk")]
+        (self.end,) = [r.complete for r in responses if r.index == index and r.HasField("complete")]
+        self.tokens = [token for chunk in chunks for token in chunk.token_ids]
+        self.text = "".join(chunk.text for chunk in chunks)
+        self.logprobs = [score for chunk in chunks for score in chunk.logprobs]
+        self.prompt_logprobs = [score for chunk in chunks for score in chunk.prompt_logprobs]
+
+    @property
+    def ended(self) -> tuple[str, str, int, int]:
+        usage = self.end.usage
+        return (
+            self.end.finish_reason,
+            self.end.stop_string,
+            usage.prompt_tokens,
+            usage.completion_tokens,
         )
-        OPTIONS["stop"]["stop"] = [text[begin : begin + 4], "never said"]
-        answers["stop"] = chairlift.generate(PROMPTS["stop"], **OPTIONS["stop"]).answers()
-    assert answers["stop"][0].finish_reason == "stop"
-    assert 0 < len(answers["stop"][0].text) < len(text)
-    return answers
 
 
-def compared(answers: list[Answer]) -> dict[str, Any]:
-    """All but ids, times, and what the prefix cache happened to hold."""
-    return {
-        f"{what} of {answer.completion.index}": value
-        for answer in answers
-        for what, value in {
-            "text": answer.text,
-            "token_ids": answer.token_ids,
-            "logprobs": answer.logprobs,
-            "prompt_logprobs": answer.prompt_logprobs,
-            "end": (answer.finish_reason, answer.completion.stop_string),
-            "usage": (answer.usage.prompt_tokens, answer.usage.completion_tokens),
-        }.items()
-    }
+def ask(stub: Any, index: int = 0, **fields: Any) -> Answer:
+    request = pb.GenerateRequest(text=PROMPT, **fields)
+    return Answer(list(stub.Generate(request, timeout=60)), index)
 
 
-def check_equal(name: str, answers: list[Answer], undisturbed: list[Answer]) -> None:
-    """Names what differs, and shows where."""
-    ours, theirs = compared(answers), compared(undisturbed)
-    assert ours.keys() == theirs.keys(), name
-    for what, value in ours.items():
-        assert value == theirs[what], f"{what}, {name}"
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"seed": 5},
+    "penalties": {"seed": 6, "frequency_penalty": 1.5, "repetition_penalty": 1.3},
+    "log probabilities": {"seed": 7, "logprobs": 2},
+    "bans": {"seed": 8, "bad_words": ["a", "bc"], "logit_bias": {65: 5.0}, "min_tokens": 12},
+    "drafts": {"temperature": 0, "speculate": 4},
+}
 
 
-def watched(chairlift: Any) -> list[Any]:
-    """The requests that a client sends from now on."""
-    requests: list[Any] = []
-    start = chairlift._start
-
-    def note(request: Any, timeout: float | None) -> Any:
-        requests.append(request)
-        return start(request, timeout)
-
-    chairlift._start = note
-    return requests
-
-
-def check_resumed(requests: list[Any]) -> None:
-    """Streams were lost after they had begun and before they were whole."""
-    midway = {
-        (str(request), request.resume.index)
-        for request in requests
-        if 0 < len(request.resume.output_token_ids) < LONG["max_tokens"]
-    }
-    assert len(midway) >= 3, "the answers were whole before the scheduler was killed"
-
-
-def test_streams_outlive_their_scheduler(
-    services: Services, undisturbed: dict[str, list[Answer]]
-) -> None:
-    """Greedy and seeded, with penalties, a stop string, a grammar, log probabilities, and for each
-    sibling: the same as if nothing had happened. Without a seed: as with the one in `started`."""
-    with Chairlift(services.address, retries=RETRIES) as chairlift:
-        requests = watched(chairlift)
-        streams = {name: chairlift.generate(PROMPTS[name], **OPTIONS[name]) for name in PROMPTS}
-        shown = {name: [next(stream)] for name, stream in streams.items()}
-        drawn = chairlift.generate("Once", request_id="mine", **DRAWN)
-        next(drawn)
-        services.restart_scheduler(signal.SIGKILL)
-        for name, stream in streams.items():
-            shown[name] += stream
-            check_equal(name, stream.answers(), undisturbed[name])
-            for answer in undisturbed[name]:
-                mine = [delta for delta in shown[name] if delta.index == answer.completion.index]
-                assert "".join(delta.text for delta in mine) == answer.text, name
-        check_resumed(requests)
-        (answer,) = drawn.answers()
-        assert answer.started.request_id == "mine"
-        again = chairlift.complete("Once", seed=answer.started.seed, **DRAWN)
-        check_equal("drawn", [answer], [again])
+@pytest.mark.parametrize("case", CASES)
+def test_an_answer_goes_on_wherever_it_was_lost(stub: Any, case: str) -> None:
+    """A client that lost its stream gets exactly what it would have got."""
+    fields = {"max_tokens": 16, **CASES[case]}
+    whole = ask(stub, sampling=pb.SamplingParams(**fields))
+    for place in (1, 2, 7, 15, 16):
+        has = whole.tokens[:place]
+        if len(has) < place:
+            break
+        rest = ask(
+            stub,
+            sampling=pb.SamplingParams(**fields),
+            resume=pb.Resume(output_token_ids=has, text_length=0),
+        )
+        assert has + rest.tokens == whole.tokens
+        assert rest.text == whole.text
+        assert rest.ended == whole.ended
+        assert len(rest.logprobs) == len(whole.logprobs[place:])
+        for ours, theirs in zip(rest.logprobs, whole.logprobs[place:], strict=True):
+            assert (ours.token_id, ours.rank) == (theirs.token_id, theirs.rank)
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
-async def test_streams_of_asyncio_outlive_it_too(
-    services: Services, undisturbed: dict[str, list[Answer]]
-) -> None:
-    """The same, all side by side, and with a whole answer in one message."""
-    async with AsyncChairlift(services.address, retries=RETRIES) as chairlift:
-        whole = asyncio.ensure_future(chairlift.complete(PROMPTS["greedy"], **OPTIONS["greedy"]))
-        requests = watched(chairlift)
-        streams = {name: chairlift.generate(PROMPTS[name], **OPTIONS[name]) for name in PROMPTS}
-        for stream in streams.values():
-            await anext(stream)
-        await asyncio.to_thread(services.restart_scheduler, signal.SIGKILL)
-        answers = await asyncio.gather(*(stream.answers() for stream in streams.values()))
-        for name, answer in zip(streams, answers, strict=True):
-            check_equal(name, answer, undisturbed[name])
-        check_resumed(requests)
-        check_equal("whole", [await whole], undisturbed["greedy"])
+def test_each_sibling_is_resumed_for_itself(stub: Any) -> None:
+    """Its random numbers are those of its index."""
+    fields = {"max_tokens": 12, "seed": 9}
+    request = pb.GenerateRequest(text=PROMPT, sampling=pb.SamplingParams(n=3, **fields))
+    responses = list(stub.Generate(request, timeout=60))
+    for index in range(3):
+        whole = Answer(responses, index)
+        rest = ask(
+            stub,
+            index,
+            sampling=pb.SamplingParams(**fields),
+            resume=pb.Resume(output_token_ids=whole.tokens[:5], index=index),
+        )
+        assert whole.tokens[:5] + rest.tokens == whole.tokens
+        assert rest.ended == whole.ended
+
+
+def test_a_stop_string_over_the_break(stub: Any) -> None:
+    """Begun before it, and complete behind it."""
+    letters = {65 + place: 12.0 for place in range(26)}  # ids of small letters: a byte each
+    fields: dict[str, Any] = {"max_tokens": 24, "seed": 3, "logit_bias": letters}
+    free = ask(stub, sampling=pb.SamplingParams(**fields))
+    stop = free.text[8:11]
+    assert len(stop) == 3
+    fields["stop"] = [stop]
+    whole = ask(stub, sampling=pb.SamplingParams(**fields))
+    assert whole.ended[:2] == ("stop", stop)
+    for place in range(len(whole.tokens) - 3, len(whole.tokens)):
+        rest = ask(
+            stub,
+            sampling=pb.SamplingParams(**fields),
+            resume=pb.Resume(output_token_ids=whole.tokens[:place], text_length=2),
+        )
+        assert whole.tokens[:place] + rest.tokens == whole.tokens
+        assert whole.text[:2] + rest.text == whole.text
+        assert rest.ended == whole.ended
+
+
+def test_scoring_an_answer_gives_what_was_said_of_it(stub: Any) -> None:
+    """prompt_logprobs of prompt and answer together: those of the answer, to 1e-4."""
+    said = ask(stub, sampling=pb.SamplingParams(max_tokens=10, seed=4, logprobs=3, ignore_eos=True))
+    prompt = stub.Tokenize(pb.TokenizeRequest(text=PROMPT)).token_ids
+    scored = pb.GenerateRequest(
+        tokens=pb.TokenIds(ids=[*prompt, *said.tokens]),
+        sampling=pb.SamplingParams(max_tokens=0, prompt_logprobs=3),
+    )
+    answer = Answer(list(stub.Generate(scored, timeout=60)), 0)
+    assert answer.ended == ("length", "", len(prompt) + 10, 0)
+    assert len(answer.prompt_logprobs) == len(prompt) + 9
+    for ours, theirs in zip(answer.prompt_logprobs[-10:], said.logprobs, strict=True):
+        assert (ours.token_id, ours.rank) == (theirs.token_id, theirs.rank)
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert [c.token_id for c in ours.top] == [c.token_id for c in theirs.top]

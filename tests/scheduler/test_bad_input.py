@@ -157,11 +157,6 @@ BAD_INPUT: list[tuple[str, pb.GenerateRequest, list[str]]] = [
 
 LATER: list[tuple[str, pb.GenerateRequest]] = [
     ("sampling.beam_width", sampling(beam_width=2)),
-    ("sampling.json_schema", sampling(json_schema="{}")),
-    ("sampling.regex", sampling(regex="a")),
-    ("sampling.grammar", sampling(grammar="a")),
-    ("sampling.json_object", sampling(json_object=True)),
-    ("sampling.choice", sampling(choice={"options": ["a"]})),
 ]
 
 

@@ -196,6 +196,7 @@ DEEP = json.dumps({"a": json.loads("[" * 64 + "]" * 64)})
         ({"tools": ['{"a":' * 9999 + "1" + "}" * 9999]}, ["chat.tools[0]", "a JSON object"]),
         ({"tools": ['{"a": "\\ud800"}']}, ["chat.tools[0]", "surrogates not allowed"]),
         ({"tools": ['{"a": "' + "x" * (1 << 18) + '"}']}, ["chat.tools[0] in char", "at most 262"]),
+        ({"tools": ['{"a": "' + "x" * 200_000 + '"}'] * 11}, ["in characters is 2200", "2097152"]),
         ({"tools": ["{}"] * 129}, ["number of chat.tools is 129", "at most 128"]),
         ({"chatTemplateKwargs": "x"}, ["chat.chat_template_kwargs is 'x'", "a JSON object"]),
         ({"chatTemplateKwargs": '{"messages": []}'}, ["kwargs is 'messages'", "names other than"]),

@@ -13,6 +13,7 @@ import torch
 
 from protos.plan import StepPlan, StepResult
 from scheduler_svc.core.request import NewRequest, Request, Sampling
+from scheduler_svc.core.scheduler import drafts_of
 from scheduler_svc.engine.ready_check import geometry_of
 from scheduler_svc.engine.views import get_cache
 from tests.support.check import check
@@ -68,6 +69,7 @@ class InProcess:
         allow_block_sharing: bool = True,
         safety_margin: float | None = None,
         is_padded: bool = False,
+        propose: Callable[[Request], Sequence[int]] = drafts_of,
         **settings: Any,
     ) -> None:
         configured = {**settings, "page_size": loaded.geometry.page_size}
@@ -87,6 +89,7 @@ class InProcess:
             depth=depth,
             allow_block_sharing=allow_block_sharing,
             safety_margin=safety_margin,
+            propose=propose,
         )
         self.state = self.core.state
         self.launched: deque[RunningStep] = deque()
@@ -187,16 +190,18 @@ class InProcess:
             num_sampled = len(self.logits)
             self.launched.append(self.runner.launch(plan))
             if len(self.logits) > num_sampled:
-                self._note_logits(plan, logits)
+                self._note_logits(plan, torch.cat(self.logits[num_sampled:]), logits)
         if self.launched:
             self.core.absorb(self.launched.popleft().wait())
         else:
             assert not self.state.requests, "wedged"
 
-    def _note_logits(self, plan: StepPlan, logits: _Logits) -> None:
-        """Every sample follows the last token of a row: where that row then ends."""
-        sampled = plan.logits_indices[plan.sample_logits]
-        ends = plan.seq_lens[np.searchsorted(plan.query_start_loc, sampled, side="right") - 1]
-        for row, end, of in zip(plan.sample_rows, ends, self.logits[-1], strict=True):
+    def _note_logits(self, plan: StepPlan, sampled: torch.Tensor, logits: _Logits) -> None:
+        """Notes sampled [S, V] by the position of each sample; those of rejected draft tokens are
+        overwritten later."""
+        indices = plan.logits_indices[plan.sample_logits]
+        places = np.searchsorted(plan.query_start_loc, indices, side="right") - 1
+        positions = plan.seq_lens[places] - plan.query_start_loc[places + 1] + indices + 1
+        for row, position, of in zip(plan.sample_rows, positions, sampled, strict=True):
             request = self.state.rows.running[int(row)]
-            logits[request.request_id, request.index][int(end)] = of
+            logits[request.request_id, request.index][int(position)] = of

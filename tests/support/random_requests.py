@@ -90,6 +90,7 @@ def _special(rng: np.random.Generator, new: NewRequest, vocab: int) -> NewReques
     return replace(
         new,
         sampling=replace(new.sampling, **sampling),
+        index=int(rng.integers(3)),
         prompt_logprobs=int(rng.integers(0, 3)) if scores else None,
         is_constrained=bool(rng.random() < 0.3),
     )

@@ -53,23 +53,24 @@ def _why_not_the_reports(step: InFlight, result: StepResult, vocab_size: int) ->
         own.append(scored.token_ids(step.requests[scored.place]))
         places.append(np.full(len(own[-1]), scored.place))
     is_sound = result.is_finite[np.concatenate(places)] == 1
-    ranks = result.ranks[is_sound]
-    limit = vocab_size or np.iinfo(np.int32).max
-    odd: npt.NDArray[np.generic] = ranks[(ranks < 1) | (ranks > limit)]
+    begins = reports.sizes.cumsum() - reports.sizes
+    reported, right = result.candidate_ids[begins], np.concatenate(own)
+    wrong = ((reported != right) & is_sound).nonzero()[0]
+    if len(wrong):
+        return f"a report is on token {reported[wrong[0]]} where {right[wrong[0]]} was due"
+    ranks, limit = result.ranks[is_sound], vocab_size or np.iinfo(np.int32).max - 1
+    # a prompt may have tokens beyond the vocabulary: the least probable of all
+    odd: npt.NDArray[np.generic] = ranks[(ranks < 1) | (ranks > limit + 1)]
     if len(odd):
-        return f"a rank is {odd[0]}; allowed: 1 to {limit}"
+        return f"a rank is {odd[0]}; allowed: 1 to {limit + 1}"
     is_entry_sound = is_sound.repeat(reports.sizes)
-    candidates = result.candidate_ids[is_entry_sound]
-    odd = candidates[(candidates < 0) | (candidates >= limit)]
-    if len(odd):
-        return f"candidate {odd[0]} is outside of the vocabulary of {limit}"
     logprobs = result.logprobs[is_entry_sound]
     odd = logprobs[~(logprobs <= ROUNDING)]  # NaN, too
     if len(odd):
         return f"a log probability is {odd[0]}; allowed: at most 0"
-    reported = result.candidate_ids[reports.sizes.cumsum() - reports.sizes]
-    wrong = ((reported != np.concatenate(own)) & is_sound).nonzero()[0]
-    if len(wrong):
-        right = np.concatenate(own)[wrong[0]]
-        return f"a report is on token {reported[wrong[0]]} where {right} was due"
+    is_entry_sound[begins] = False
+    others = result.candidate_ids[is_entry_sound]
+    odd = others[(others < 0) | (others >= limit)]
+    if len(odd):
+        return f"candidate {odd[0]} is outside of the vocabulary of {limit}"
     return None
