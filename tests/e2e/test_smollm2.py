@@ -122,8 +122,8 @@ def test_speculation_changes_no_answer(server: Server) -> None:
     ]
     with Chairlift(server.address) as chairlift:
         for way in ways:
-            plain = chairlift.complete(asked, max_tokens=40, speculate=0, **way)
-            fast = chairlift.complete(asked, max_tokens=40, speculate=8, **way)
+            plain = chairlift.complete(asked, max_tokens=24, speculate=0, **way)
+            fast = chairlift.complete(asked, max_tokens=24, speculate=8, **way)
             assert fast.token_ids == plain.token_ids, way
             assert fast.logprobs == plain.logprobs, way
             assert fast.finish_reason == plain.finish_reason
