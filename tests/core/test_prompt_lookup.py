@@ -105,7 +105,7 @@ def test_work_is_bounded_however_long_the_text(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_guess_is_no_longer_than_its_evidence() -> None:
-    """Three tokens in common promise a page; or a passage too short for a careful request counts."""
+    """Three tokens in common promise a page, or persuade a request that asks for more."""
     token_ids = [9, 1, 2, 3, 10, 11, 12, 13, 14, 8, 1, 2, 3]
     assert PromptLookup().guess(token_ids, 8) == [10, 11, 12]
     assert PromptLookup().guess(token_ids, 8, 4) == []
