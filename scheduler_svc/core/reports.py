@@ -39,6 +39,7 @@ class Reports:
 
     num_candidates: Int32  # [S] k, or NO_CANDIDATES for samples that are not reported
     prompts: list[ScoredPrompt]
+    is_beam: npt.NDArray[np.bool_]  # [S] candidates of a beam, behind penalties and biases
 
     @cached_property
     def sizes(self) -> Int32:
@@ -80,7 +81,10 @@ class Reports:
         odd = result.candidate_ids[(result.candidate_ids < 0) | (result.candidate_ids >= most)]
         if len(odd):
             return f"candidate {odd[0]} is outside of the vocabulary of {most}"
-        wrong = result.logprobs[~(result.logprobs <= ROUNDING)]  # NaN, too
+        most_probable = np.full(len(sizes), ROUNDING)
+        of_beams = self.is_beam[self.num_candidates != NO_CANDIDATES]
+        most_probable[: len(of_beams)][of_beams] = np.inf  # a bias may raise them
+        wrong = result.logprobs[~(result.logprobs <= most_probable.repeat(sizes))]  # NaN, too
         if len(wrong):
             return f"a log probability is {wrong[0]}; allowed: at most 0"
         own = result.candidate_ids[sizes.cumsum() - sizes]
@@ -105,4 +109,6 @@ class Reports:
         )
 
 
-NOTHING: Final = Reports(np.zeros(0, np.int32), [])  # whatever the number of samples
+NOTHING: Final = Reports(  # whatever the number of samples
+    np.zeros(0, np.int32), [], np.zeros(0, np.bool_)
+)

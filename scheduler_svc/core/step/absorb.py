@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protos.plan import Int32, StepResult
+from scheduler_svc.core.lock_step import advance_beams
 from scheduler_svc.core.request import Request, RequestState, TokenScore
 from scheduler_svc.core.state import InFlight, State
 
@@ -85,6 +86,8 @@ def absorb(state: State, result: StepResult) -> Absorbed:
     _append_prompt_scores(step, scores, is_finite, absorbed)
     _publish(state, step, ends, is_current & ~rows.is_tainted[step.rows])
     _release_out_of_window(state, step, ends, is_current)
+    if step.reports.is_beam.any():
+        absorbed.ended += _advance_beams(state, step)
     may_end += [step.requests[place] for place in step.unsampled if is_finite[place]]
     _end(state, may_end, absorbed)
     if state.suspects.is_active:
@@ -138,6 +141,8 @@ def _append_tokens(
 ) -> list[Request]:
     """Appends the samples [S], for all rows at once, and their scores, the first of `scores`.
     Returns the requests that may end by them."""
+    if step.reports.is_beam.any():  # their candidates are kept until the whole group's have come
+        is_accepted = is_accepted & ~step.reports.is_beam
     rows, token_ids = state.rows, token_ids[is_accepted]
     sampled, sampled_for = step.sampled[is_accepted], step.sampled_for[is_accepted]
     has_row = is_tenant[sampled_for]
@@ -164,8 +169,12 @@ def _append_tokens(
         is_accepted[is_accepted] = is_appended
         for sample in step.reports.reported_samples.tolist():
             score = next(scores)
+            place = int(step.sampled_for[sample])
+            request = step.requests[place]
             if is_accepted[sample]:
-                step.requests[step.sampled_for[sample]].scores.append(score)
+                request.scores.append(score)
+            elif request.beams is not None and is_tenant[place] and is_finite[place]:
+                request.beams.arrive(request, score)
     requests = step.requests
     if not is_appended.all() or len(is_appended) != len(requests) or step.drafts:
         requests = list(map(requests.__getitem__, sampled_for[is_appended].tolist()))
@@ -174,6 +183,19 @@ def _append_tokens(
         request.token_ids.append(token_id)
     absorbed.sampled = list(dict.fromkeys(requests)) if step.drafts else requests
     return [requests[place] for place in np.flatnonzero(may_end).tolist()]
+
+
+def _advance_beams(state: State, step: InFlight) -> list[Request]:
+    """Advances the searches of which candidates of all beams have come. Returns the requests that
+    have answers now."""
+    sampled = [step.requests[place] for place in step.sampled_for[step.reports.is_beam].tolist()]
+    groups = {request.request_id: request.beams for request in sampled}
+    answered = []
+    for request_id, group in groups.items():
+        is_live = request_id in state.requests
+        if is_live and group is not None and group.is_complete:
+            answered += advance_beams(state, group)
+    return answered
 
 
 def _append_prompt_scores(
