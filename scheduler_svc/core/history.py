@@ -18,11 +18,11 @@ class History:
         self._tokens = np.resize(distinct, 2 * self._size + 16)
         self._counts = np.zeros(len(self._tokens), np.int32)
         self._places = dict(zip(distinct.tolist(), range(self._size), strict=True))
-        self._num_seen = len(prompt)
+        self.num_seen = len(prompt)  # tokens counted, the prompt's included
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Counts the generated tokens behind those seen before. `token_ids`: with the prompt."""
-        for token_id in token_ids[self._num_seen :]:
+        for token_id in token_ids[self.num_seen :]:
             place = self._places.setdefault(token_id, self._size)
             if place == self._size:
                 if place == len(self._tokens):
@@ -32,7 +32,7 @@ class History:
                 self._counts[place] = 0
                 self._size += 1
             self._counts[place] += 1
-        self._num_seen = len(token_ids)
+        self.num_seen = len(token_ids)
 
     def entries(self, drafts: Sequence[int] = ()) -> tuple[Int32, Int32]:
         """Distinct tokens and their counts, with `drafts` counted behind them; [H] each, valid

@@ -49,6 +49,11 @@ class Reports:
         return sizes
 
     @cached_property
+    def num_entries(self) -> int:
+        """Of all reports."""
+        return int(self.sizes.sum())
+
+    @cached_property
     def prompt_candidates(self) -> Int32:
         """k of each scored token. [Q]"""
         counts = [np.full(s.end - s.begin, s.num_candidates, np.int32) for s in self.prompts]
@@ -64,8 +69,7 @@ class Reports:
     ) -> str | None:
         """How the result's reports contradict these; None if they do not. `scored_tokens`: those of
         each of `prompts`; `vocab_size` 0 = unknown."""
-        sizes = self.sizes
-        num_entries = int(sizes.sum())
+        sizes, num_entries = self.sizes, self.num_entries
         found = len(result.ranks), len(result.candidate_ids), len(result.logprobs)
         if found != (len(sizes), num_entries, num_entries):
             return (
@@ -96,6 +100,8 @@ class Reports:
 
     def scores(self, result: StepResult) -> Iterator[TokenScore]:
         """The K reports of a result."""
+        if self is NOTHING:
+            return iter(())
         ids, logprobs = result.candidate_ids.tolist(), result.logprobs.tolist()
         ranks = result.ranks.tolist()
         if len(ids) == len(ranks):

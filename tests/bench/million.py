@@ -1,9 +1,10 @@
 """A long simulation of everything at once: `python -m tests.bench.million [--steps 1000000]`.
 
-Random arrivals in waves, aborts, priorities, forks, shared prefixes and shortage, over a hybrid
-memory with a small swap pool that is copied beside the steps, two plans in flight, results at any
-moment, workers that fail and die; every token is checked as its request ends, the rows of every
-step, and the whole state every 100 steps. Prints what happened.
+Random arrivals in waves, aborts, priorities, forks, shared prefixes, penalties, biases, grammars,
+log probabilities, drafts, resumed answers and shortage, over a hybrid memory with a small swap pool
+that is copied beside the steps, two plans in flight, results at any moment, workers that fail and
+die; every answer is checked as its request ends, the rows of every step, and the whole state every
+100 steps. Prints what happened.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import numpy as np
 
 from scheduler_svc.core.request import FinishReason, NewRequest
 from tests.support.any_timing import AnyTiming
-from tests.support.simulation import Setup, Simulation, expected, random_requests
+from tests.support.expected_answers import expected_answers
+from tests.support.random_requests import random_requests, some_resumed
+from tests.support.simulation import Setup, Simulation, verify_answer
 
 SETUP = Setup(
     num_blocks=90,
@@ -28,6 +31,7 @@ SETUP = Setup(
     max_batch_tokens=64,
     max_requests=16,
     max_model_len=64,
+    max_logits=48,
     max_plans_in_flight=2,
     policy="priority",
     vocab_size=50,
@@ -44,6 +48,10 @@ class Tally:
     deaths: int = 0
     forks: int = 0
     cached_tokens: int = 0
+    scores: int = 0  # tokens with log probabilities
+    late_masks: int = 0
+    verified: int = 0  # draft tokens
+    histories: int = 0
     counters: dict[str, int] = field(default_factory=dict)
 
 
@@ -70,6 +78,9 @@ def run(steps: int, seed: int = 0, setup: Setup = SETUP, show: bool = False) -> 
     tally.steps = simulation.outcome.steps
     tally.forks = simulation.outcome.forks
     tally.deaths = simulation.outcome.lost_workers
+    tally.late_masks = simulation.outcome.late_masks
+    tally.verified = simulation.outcome.verified
+    tally.histories = simulation.outcome.histories
     counters = simulation.state.counters
     tally.counters = {name: getattr(counters, name) for name in counters.__slots__}
     return tally
@@ -91,9 +102,14 @@ def _wave(
                 prefixes=5,
                 fork_share=0.1,
                 priorities=3,
+                speculate_share=0.1,
+                score_share=0.05,
+                special_share=0.3,
             )
         )
     ]
+    windows = [window for window, _ in setup.groups]
+    requests = some_resumed(rng, requests, 0.1, setup.vocab_size, windows)
     tally.requests += WAVE
     waiting = list(reversed(requests))
     rate = float(rng.choice([0.3, 1.0, 4.0]))  # requests a move: idle, busy, flooded
@@ -109,13 +125,16 @@ def _check_wave(simulation: Simulation, requests: list[NewRequest], tally: Tally
     """All tokens of the wave, which has ended; then forgets it."""
     outcome = simulation.outcome
     windows = [window for window, _ in simulation.setup.groups]
-    for who, right in expected(requests, simulation.setup.vocab_size, windows).items():
-        got, reason = outcome.tokens.pop(who), outcome.reasons.pop(who)
-        is_aborted = reason is FinishReason.ABORT
-        assert got == (right[: len(got)] if is_aborted else right), who
-        tally.aborts += is_aborted
-        tally.tokens += len(got)
+    family = [(new, new.index + number) for new in requests for number in range(new.n)]
+    answers = expected_answers(family, simulation.setup.vocab_size, windows)
+    for (new, index), right in zip(family, answers, strict=True):
+        who = new.request_id, index
+        verify_answer(new, index, right, outcome)
+        tally.scores += len(outcome.scores.pop(who)) + len(outcome.prompt_scores.pop(who))
+        tally.aborts += outcome.reasons.pop(who) is FinishReason.ABORT
+        tally.tokens += len(outcome.tokens.pop(who))
         tally.cached_tokens += outcome.cached_tokens.pop(who)
+    simulation.forget_guesses()
 
 
 def main() -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from scheduler_svc.core.request import FinishReason, NewRequest, Request, RequestState
 from tests.support.check import check
+from tests.support.expected_answers import expected
 from tests.support.occupied import occupy
-from tests.support.simulation import Setup, Simulation, expected
+from tests.support.simulation import Setup, Simulation
 
 VICTIM, SURVIVOR = "victim", "survivor"
 

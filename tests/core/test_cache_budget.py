@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.request import NewRequest
-from tests.support.simulation import Key, Setup, Simulation, key, random_requests, run_workload
+from tests.support.random_requests import random_requests
+from tests.support.simulation import Key, Setup, Simulation, key, run_workload
 from tests.support.without_model import without_model
 
 PREFIX = list(range(64))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.request import NewRequest
-from tests.support.simulation import Setup, Simulation, random_requests, run_workload
+from tests.support.random_requests import random_requests
+from tests.support.simulation import Setup, Simulation, run_workload
 
 SETUP = Setup(
     num_blocks=100, max_batch_tokens=512, max_requests=16, max_model_len=512, policy="priority",

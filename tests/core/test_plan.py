@@ -15,7 +15,8 @@ from scheduler_svc.core.limits import (
 )
 from scheduler_svc.core.request import NewRequest, Request, RequestState
 from scheduler_svc.core.step.batch import Batch
-from tests.support.simulation import Setup, Simulation, random_requests
+from tests.support.random_requests import random_requests
+from tests.support.simulation import Setup, Simulation
 
 
 def simulation(**changes: object) -> Simulation:

@@ -14,7 +14,8 @@ from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.core.request import Hit, NewRequest, Request
 from scheduler_svc.core.step.head_start import admission
 from tests.support.occupied import occupy
-from tests.support.simulation import Setup, Simulation, random_requests, run_workload
+from tests.support.random_requests import random_requests
+from tests.support.simulation import Setup, Simulation, run_workload
 from tests.support.without_model import without_model
 
 HYBRID = ((0, 1), (30, 1))

@@ -9,7 +9,8 @@ import pytest
 from scheduler_svc.core.request import FinishReason, NewRequest, RequestState, Sampling
 from scheduler_svc.core.scheduler import Scheduler
 from tests.support.check import check
-from tests.support.simulation import Setup, Simulation, expected
+from tests.support.expected_answers import expected
+from tests.support.simulation import Setup, Simulation
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
 NEW = NewRequest("a", PROMPT, 20, Sampling(temperature=1.0, seed=7))

@@ -12,7 +12,8 @@ from scheduler_svc.core.limits import FULL_ATTENTION, Geometry, GroupGeometry, L
 from scheduler_svc.core.policies import STATIC
 from scheduler_svc.core.request import NewRequest
 from scheduler_svc.core.scheduler import Scheduler
-from tests.support.simulation import Setup, Simulation, random_requests, run_workload, verify
+from tests.support.random_requests import random_requests
+from tests.support.simulation import Setup, Simulation, run_workload, verify
 from tests.support.without_model import without_model
 
 WORKLOADS = Path(__file__).resolve().parents[1] / "workloads"

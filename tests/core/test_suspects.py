@@ -11,7 +11,9 @@ import pytest
 
 from scheduler_svc.core.request import FinishReason, NewRequest, Request
 from scheduler_svc.core.state import InFlight
-from tests.support.simulation import Setup, Simulation, expected, random_requests
+from tests.support.expected_answers import expected
+from tests.support.random_requests import random_requests
+from tests.support.simulation import Setup, Simulation
 
 Fails = Callable[[InFlight], bool]
 

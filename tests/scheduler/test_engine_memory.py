@@ -14,7 +14,7 @@ from scheduler_svc.core.policies import FIFO, PREFILL_FIRST, PRIORITY, Policy
 from scheduler_svc.engine import views
 from scheduler_svc.engine.events import Finished
 from tests.support.engine_harness import GEOMETRY, Bench, assert_nothing_is_held, right
-from tests.support.shadow_worker import expected_tokens
+from tests.support.expected_answers import expected_tokens
 
 PROMPT = [7, 3, 9, 1, 4, 2, 8, 6, 5]  # two pages and a token
 HYBRID = Geometry(

@@ -11,7 +11,7 @@ from scheduler_svc.core.request import FinishReason, RequestState
 from scheduler_svc.core.state import State
 from scheduler_svc.errors import RequestFailed
 from tests.support.engine_harness import GEOMETRY, Bench, assert_nothing_is_held
-from tests.support.shadow_worker import expected_tokens
+from tests.support.expected_answers import expected_tokens
 
 PROMPT = [7, 3, 9, 1, 4, 2]  # one page and a half: siblings copy a partial block
 TIGHT = Geometry(4, 7 + 2, 64, (GroupGeometry(FULL_ATTENTION, 1, 1),), max_model_len=24)

@@ -20,7 +20,7 @@ from scheduler_svc.core.step_time import TARGET_STEP_MS, aim_of
 from scheduler_svc.engine.events import Failed, Finished
 from scheduler_svc.engine.worker_link import WorkerMessage
 from tests.support.engine_harness import Bench, assert_nothing_is_held
-from tests.support.shadow_worker import expected_tokens
+from tests.support.expected_answers import expected_tokens
 
 FULL = (GroupGeometry(FULL_ATTENTION, 1, 1),)
 HYBRID = (GroupGeometry(FULL_ATTENTION, 1, 1), GroupGeometry(SLIDING_ATTENTION, 1, 1, 5))

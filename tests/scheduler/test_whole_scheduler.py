@@ -21,8 +21,8 @@ from scheduler_svc.front.streams import LiveStream
 from scheduler_svc.settings.config import Config
 from scheduler_svc.text.tokenizer import Tokenizer
 from tests.support.calls import BYTES, read_all
+from tests.support.expected_answers import expected_tokens
 from tests.support.memory_link import MemoryLink
-from tests.support.shadow_worker import expected_tokens
 from tests.support.small_tokenizers import chat
 
 GEOMETRY = Geometry(

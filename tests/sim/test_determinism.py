@@ -9,7 +9,8 @@ import sys
 
 import numpy as np
 
-from tests.support.simulation import Setup, random_requests, run_workload
+from tests.support.random_requests import random_requests
+from tests.support.simulation import Setup, run_workload
 
 SETUP = Setup(num_blocks=24, max_model_len=64, max_plans_in_flight=2)
 

@@ -20,6 +20,10 @@ def check(steps: int, show: Callable[[str], None]) -> None:
     assert tally.aborts
     assert tally.deaths
     assert tally.cached_tokens
+    assert tally.scores
+    assert tally.late_masks
+    assert tally.verified
+    assert tally.histories
 
 
 def test_two_thousand_steps_of_everything(show: Callable[[str], None]) -> None:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.support.simulation import Outcome, Setup, random_requests, run_workload
+from tests.support.random_requests import random_requests
+from tests.support.simulation import Outcome, Setup, run_workload
 
 FULL, HYBRID, SLIDING = ((0, 1),), ((0, 2), (9, 3)), ((7, 1),)
 SETUPS = {

@@ -10,14 +10,8 @@ import pytest
 
 from scheduler_svc.core.request import FinishReason
 from tests.support.any_timing import run_in_any_timing
-from tests.support.simulation import (
-    Outcome,
-    Setup,
-    Simulation,
-    random_requests,
-    run_workload,
-    verify,
-)
+from tests.support.random_requests import random_requests
+from tests.support.simulation import Outcome, Setup, Simulation, run_workload, verify
 
 HYBRID = ((0, 2), (9, 3))
 TIGHT = Setup(num_blocks=18, max_model_len=64, max_requests=6, vocab_size=20)

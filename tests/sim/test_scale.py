@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.support.simulation import Setup, random_requests, run_workload
+from tests.support.random_requests import random_requests
+from tests.support.simulation import Setup, run_workload
 
 CROWDED = Setup(
     num_blocks=330,

@@ -13,7 +13,8 @@ import pytest
 from scheduler_svc.core.request import FinishReason, NewRequest, Sampling
 from tests.support.any_timing import run_in_any_timing
 from tests.support.check import check
-from tests.support.simulation import Setup, Simulation, random_requests, run_workload
+from tests.support.random_requests import random_requests
+from tests.support.simulation import Setup, Simulation, run_workload
 
 GROUPS = [((0, 1),), ((0, 2), (8, 3)), ((6, 1),)]
 

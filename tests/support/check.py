@@ -6,6 +6,7 @@ at everything. What a server checks when it is idle is in scheduler_svc/core/che
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from protos.plan import Int32
 from scheduler_svc.core.check import require as _require
 from scheduler_svc.core.memory.block_pool import BlockPool
-from scheduler_svc.core.request import NO_ROW, Request, RequestState
+from scheduler_svc.core.request import NO_ROW, Request, RequestState, Sampling
 from scheduler_svc.core.state import State
 
 
@@ -78,6 +79,10 @@ def check(state: State) -> None:
         )
     _require(len(state.pending) == len(waiting), "the queue holds others", len(state.pending))
     _require(state.num_live == len(list(state.live())), "the live are miscounted", state.num_live)
+    for request in state.live():
+        _check_reports(state, request)
+    special = sum(_is_special(request) for request in rows.running.values())
+    _require(rows.num_special == special, "special rows are miscounted", rows.num_special)
     order = [state.policy.urgency(request) for request in state.pending.in_order()]
     _require(order == sorted(order), "the queue is out of order", order)
 
@@ -93,6 +98,47 @@ def _check_running(state: State, row: int, request: Request) -> None:
     _require(any(r is request for r in family), "a running request is not live", request)
     _require(rows.known[row] == len(request.token_ids), "known differs from token_ids", request)
     _require(request.swapped is None, "a running request is offloaded", request)
+
+
+def _is_special(request: Request) -> bool:
+    plain, sampling = Sampling(), request.sampling
+    names = "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "bad_words"
+    return (
+        any(getattr(sampling, name) != getattr(plain, name) for name in names)
+        or bool(sampling.min_tokens and sampling.stop_token_ids)
+        or (sampling.logprobs, request.prompt_logprobs) != (None, None)
+        or request.is_constrained
+    )
+
+
+def _check_reports(state: State, request: Request) -> None:
+    """Log probabilities returned and on their way, and the history."""
+    num_new = len(request.token_ids) - len(request.first_tokens)
+    wanted = 0 if request.sampling.logprobs is None else num_new
+    _require(len(request.scores) == wanted, "tokens without scores", request.name)
+    if request.prompt_logprobs is not None:
+        returned = len(request.prompt_scores)
+        _require(request.num_unscored >= 0, "more scores than tokens", request.name)
+        pieces = [
+            scored
+            for step in state.in_flight
+            for scored in step.reports.prompts
+            if step.requests[scored.place] is request
+        ]
+        for scored in pieces:
+            _require(scored.begin == returned + 1, "scores in flight do not follow", request.name)
+            returned = scored.end - 1
+        if request.row != NO_ROW:
+            computed = int(state.rows.computed[request.row])
+            reached = max(min(computed, request.num_prompt_tokens - 1), len(request.prompt_scores))
+            _require(returned == reached, "scores are neither here nor in flight", request.name)
+    if request.history is not None:
+        known = request.token_ids[: request.history.num_seen]
+        prompt, output = known[: request.num_prompt_tokens], known[request.num_prompt_tokens :]
+        tokens, counts = (array.tolist() for array in request.history.entries())
+        found = dict(zip(tokens, counts, strict=True))
+        recount = dict.fromkeys(prompt, 0) | Counter(output)
+        _require(found == recount, "the history differs from the tokens", request.name)
 
 
 def _check_pool(pool: BlockPool, owned: Sequence[Sequence[Int32]]) -> None:

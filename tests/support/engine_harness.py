@@ -13,8 +13,8 @@ from scheduler_svc.core.state import State
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.events import Delta, Event, Failed, Finished, Status, Submission
 from tests.support.check import check
+from tests.support.expected_answers import expected_tokens
 from tests.support.memory_link import MemoryLink
-from tests.support.shadow_worker import expected_tokens
 
 T = TypeVar("T")
 

@@ -37,8 +37,8 @@ from scheduler_svc.front.server import Server
 from scheduler_svc.settings.config import Config
 from scheduler_svc.text.tokenizer import Tokenizer
 from tests.support.calls import BYTES, END
+from tests.support.expected_answers import expected_tokens
 from tests.support.memory_link import MemoryLink
-from tests.support.shadow_worker import expected_tokens
 from tests.support.small_tokenizers import chat
 
 VOCAB_SIZE = 90  # the first tokens of a byte-level vocabulary: whole characters

@@ -28,8 +28,8 @@ from scheduler_svc.core.state import InFlight
 from scheduler_svc.engine.views import get_cache, list_requests
 from tests.support.check import check
 from tests.support.engine_harness import Bench, assert_nothing_is_held
+from tests.support.expected_answers import expected_tokens
 from tests.support.life_witness import LETTERS, Asked, Witness, letter
-from tests.support.shadow_worker import expected_tokens
 
 # (sliding window or 0, blocks a chunk) of each cache group
 GROUPS = [((0, 1),), ((0, 3),), ((5, 1),), ((0, 2), (5, 3)), ((0, 1), (4, 1), (7, 1))]

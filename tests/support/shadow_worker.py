@@ -8,7 +8,7 @@ KV is one int64 per slot, filled with garbage. A token at position p stores
 and the token sampled there is mix(sum over j <= p of (2j + 1) h_j, u) mod vocab, each h_j again
 read through the table; a sliding group sums over its window only. A wrong table, slot, length,
 chunk edge, early reuse or swapped row thus changes a token, now or a few steps later.
-`expected_tokens` computes the same from the request's tokens alone.
+expected_answers.py computes the same from the request's tokens alone.
 
 Where the geometry says that swap overlaps the forward, swap-out copies are made as late as is
 legal: when the step's result is handed out (`finish`), which may be after the next step has
@@ -17,12 +17,14 @@ computed. A block that is reused too early is then swapped out with its new cont
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from protos.plan import (
+    ANY_TOKEN,
+    NO_CANDIDATES,
     PADDING_READ_CHUNK,
     UNKNOWN_TOKEN,
     StepPlan,
@@ -33,17 +35,16 @@ from protos.plan import (
     encode_result,
 )
 from scheduler_svc.core.limits import Geometry
-from scheduler_svc.core.seeds import streams, uniforms
-
-_UInt64 = npt.NDArray[np.uint64]
-_START = np.uint64(0x243F6A8885A308D3)
-
-
-def _mix(a: _UInt64, b: _UInt64) -> _UInt64:
-    with np.errstate(over="ignore"):
-        x = (a ^ (b + np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(32))
+from tests.support.shadow_model import (
+    START,
+    Context,
+    Mask,
+    UInt64,
+    choose,
+    choose_in,
+    mix,
+    scores_of,
+)
 
 
 class ShadowWorker:
@@ -82,10 +83,12 @@ class ShadowWorker:
         # (step_id, group, block, swap block) of copies that are still to be made
         self.late_copies: list[tuple[int, int, int, int]] = []
 
-    def step(self, plan: StepPlan) -> StepResult:
-        """Runs a plan, after taking it over the wire and before sending the result back."""
+    def step(self, plan: StepPlan, masks: Mapping[int, Mask] | None = None) -> StepResult:
+        """Runs a plan, after taking it over the wire and before sending the result back. `masks`:
+        of samples, by index, if the plan awaits them."""
+        assert plan.awaits_mask == (masks is not None)
         plan = decode_plan(plan.step_id, plan.awaits_mask, *encode_plan(plan))
-        result = self._step(plan)
+        result = self._step(plan, masks or {})
         return decode_result(
             result.step_id,
             result.device_microseconds,
@@ -104,7 +107,7 @@ class ShadowWorker:
             self.swap[group][swap_block] = page
             self.late_copies.remove(copy)
 
-    def _step(self, plan: StepPlan) -> StepResult:
+    def _step(self, plan: StepPlan, masks: Mapping[int, Mask]) -> StepResult:
         assert plan.step_id == self.last_step + 1, (plan.step_id, self.last_step)
         self.last_step = plan.step_id
         self._move(plan)
@@ -125,23 +128,69 @@ class ShadowWorker:
         sums = None
         for group, kv in enumerate(self.kv):
             seen = self._attend(plan, group, kv, tokens, counts, place, ends)
-            sums = seen if sums is None else _mix(sums, seen)
+            sums = seen if sums is None else mix(sums, seen)
         assert sums is not None
         sampled_place = place[plan.sample_logits]
         forked = plan.rows[sampled_place] != plan.sample_rows
         assert set(plan.sample_rows[forked].tolist()) <= set(plan.init_rows.tolist())
         assert not set(plan.sample_rows[forked].tolist()) & set(plan.rows.tolist())
-        token_ids = choose(
-            sums[plan.sample_logits], plan.u, plan.sampling["temperature"], self.vocab_size
-        )
+        token_ids = self._sample(plan, sums[plan.sample_logits], masks)
         self.last_token[plan.sample_rows] = token_ids
+        reported = np.flatnonzero(plan.num_candidates != NO_CANDIDATES)
+        scores = scores_of(
+            np.concatenate([sums[plan.sample_logits[reported]], sums[plan.score_logits]]),
+            np.concatenate([token_ids[reported], plan.score_tokens]).tolist(),
+            np.concatenate([plan.num_candidates[reported], plan.score_candidates]).tolist(),
+            self.vocab_size,
+        )
+        entries = [e for score in scores for e in ((score.token_id, score.logprob), *score.top)]
         return StepResult(
             step_id=plan.step_id,
             device_microseconds=0,
             queue_microseconds=0,
             token_ids=token_ids,
             is_finite=np.ones(len(plan.rows), np.int32),
+            ranks=np.array([score.rank for score in scores], np.int32),
+            candidate_ids=np.array([token_id for token_id, _ in entries], np.int32),
+            logprobs=np.array([logprob for _, logprob in entries], np.float32),
         )
+
+    def _sample(
+        self, plan: StepPlan, sums: UInt64, masks: Mapping[int, Mask]
+    ) -> npt.NDArray[np.int32]:
+        temperature = plan.sampling["temperature"]
+        token_ids = choose(sums, plan.u, temperature, self.vocab_size)
+        has_context = (np.diff(plan.history_start) > 0) | (np.diff(plan.bias_start) > 0)
+        has_context[list(masks)] = True
+        for sample in has_context.nonzero()[0].tolist():
+            context = self._context(plan, sample, masks.get(sample))
+            token_ids[sample] = choose_in(
+                context, int(sums[sample]), float(plan.u[sample]), float(temperature[sample]),
+                self.vocab_size,
+            )  # fmt: skip
+        return token_ids
+
+    def _context(self, plan: StepPlan, sample: int, mask: Mask | None) -> Context:
+        """What the plan's entries mean once the row's last token is known."""
+        context = Context(mask=mask)
+        last_token = int(self.last_token[plan.sample_rows[sample]])
+        begin, end = plan.history_start[sample : sample + 2].tolist()
+        if begin < end:
+            names = "repetition_penalty", "frequency_penalty", "presence_penalty"
+            context.penalties = tuple(float(plan.sampling[name][sample]) for name in names)
+            tokens = plan.history_tokens[begin:end].tolist()
+            assert len(set(tokens)) == len(tokens), "a token twice in a history"
+            context.history = dict(
+                zip(tokens, plan.history_counts[begin:end].tolist(), strict=True)
+            )
+            if UNKNOWN_TOKEN in context.history:
+                assert last_token != UNKNOWN_TOKEN, "a token that nobody sampled"
+                times = context.history.pop(UNKNOWN_TOKEN)
+                context.history[last_token] = context.history.get(last_token, 0) + times
+        for place in range(*plan.bias_start[sample : sample + 2].tolist()):
+            if plan.bias_after[place] in (ANY_TOKEN, last_token):
+                context.add_bias(int(plan.bias_tokens[place]), float(plan.bias[place]))
+        return context
 
     def _move(self, plan: StepPlan) -> None:
         """Swap and copy pairs, in the plan's order."""
@@ -165,12 +214,12 @@ class ShadowWorker:
         self,
         plan: StepPlan,
         group: int,
-        kv: _UInt64,
+        kv: UInt64,
         tokens: npt.NDArray[np.int32],
         counts: npt.NDArray[np.int32],
         place: npt.NDArray[np.intp],
         ends: npt.NDArray[np.int32],
-    ) -> _UInt64:
+    ) -> UInt64:
         """Writes the step's history, and reads that of the rows `place` back up to `ends`: a sum
         for each of them. place, ends and result [L]"""
         start = plan.table_start[group]
@@ -200,9 +249,9 @@ class ShadowWorker:
             before = kv[
                 slots[base[active] + np.where(position == 0, first_position[active], position - 1)]
             ]
-            before = np.where(position == 0, _START, before)
+            before = np.where(position == 0, START, before)
             token = tokens[plan.query_start_loc[active] + turn].astype(np.uint64)
-            kv[slots[base[active] + position]] = _mix(before, token)
+            kv[slots[base[active] + position]] = mix(before, token)
         assert (first_position <= np.maximum(first - window + 1, 0)).all() or not window
         if not len(ends):
             return np.zeros(0, np.uint64)
@@ -216,68 +265,8 @@ class ShadowWorker:
             terms = kv[slots[base[row] + position]] * (2 * position + 1).astype(np.uint64)
             return np.add.reduceat(terms, np.cumsum(lengths) - lengths)
 
-    def check_reserved(self, pristine: list[_UInt64]) -> None:
+    def check_reserved(self, pristine: list[UInt64]) -> None:
         """Nothing may have written to what padding reads."""
         for kv, before in zip(self.kv, pristine, strict=True):
             size = len(before) * (PADDING_READ_CHUNK + 1)
             assert (kv[:size] == before).all()
-
-
-def choose(
-    sums: _UInt64, u: npt.NDArray[np.float32], temperature: npt.NDArray[np.float32], vocab: int
-) -> npt.NDArray[np.int32]:
-    """The sampled tokens; greedy rows do not look at u. [n]"""
-    grain = np.where(temperature > 0, u.astype(np.float64) * 2.0**24, 0).astype(np.uint64)
-    return (_mix(sums, grain) % np.uint64(vocab)).astype(np.int32)
-
-
-def expected_tokens(
-    prompts: Sequence[Sequence[int]],
-    max_tokens: Sequence[int],
-    vocab_size: int,
-    temperature: Sequence[float] | None = None,
-    seeds: Sequence[int] | None = None,
-    stop_token_ids: Sequence[frozenset[int]] | None = None,
-    windows: Sequence[int] = (0,),
-    siblings: Sequence[int] | None = None,
-) -> list[list[int]]:
-    """What each request must produce, from its own tokens alone; all of them side by side."""
-    n = len(prompts)
-    longest = max(len(p) + m for p, m in zip(prompts, max_tokens, strict=True))
-    tokens = np.zeros((n, longest), np.uint64)
-    prompt_len = np.array([len(prompt) for prompt in prompts])
-    for i, prompt in enumerate(prompts):
-        tokens[i, : len(prompt)] = prompt
-    limit = prompt_len + np.array(max_tokens)
-    heat = np.array(temperature if temperature is not None else [0.0] * n, np.float32)
-    seed = np.array(seeds if seeds is not None else [0] * n, np.uint64)
-    sibling = np.array(siblings if siblings is not None else [0] * n, np.uint64)
-    stream = streams(seed, sibling)
-    history = np.full(n, _START, np.uint64)
-    totals = [np.zeros(n, np.uint64) for _ in windows]
-    terms: list[_UInt64] = []
-    for position in range(longest - 1):
-        active = position < limit - 1
-        history = np.where(active, _mix(history, tokens[:, position]), history)
-        with np.errstate(over="ignore"):
-            terms.append(history * np.uint64(2 * position + 1))
-            for group, window in enumerate(windows):
-                totals[group] = totals[group] + terms[-1]
-                if window and position >= window:
-                    totals[group] = totals[group] - terms[position - window]
-        sums = totals[0]
-        for total in totals[1:]:
-            sums = _mix(sums, total)
-        samples = active & (position >= prompt_len - 1)
-        u = uniforms(stream, np.full(n, position + 1))
-        tokens[samples, position + 1] = choose(sums, u, heat, vocab_size)[samples]
-    outputs = []
-    for i in range(n):
-        output = tokens[i, prompt_len[i] : limit[i]].astype(np.int64).tolist()
-        stops = stop_token_ids[i] if stop_token_ids is not None else frozenset()
-        for end, token in enumerate(output):
-            if token in stops:
-                output = output[: end + 1]
-                break
-        outputs.append(output)
-    return outputs

@@ -11,7 +11,7 @@ from scheduler_svc.core.limits import (
     GroupGeometry,
     Limits,
 )
-from scheduler_svc.core.request import FinishReason
+from scheduler_svc.core.request import FinishReason, TokenScore
 from scheduler_svc.core.state import Counters
 
 Key = tuple[str, int]  # request_id and index
@@ -36,6 +36,7 @@ class Setup:
     policy: str = "fifo"
     vocab_size: int = 50
     target_step_ms: float = 0.0  # then steps take random times
+    max_logits: int = 0
 
     def geometry(self) -> Geometry:
         return Geometry(
@@ -51,6 +52,7 @@ class Setup:
             max_model_len=self.max_model_len,
             num_swap_chunks=self.swap_chunks,
             overlaps_swap=self.overlaps_swap,
+            max_logits=self.max_logits,
         )
 
     def limits(self) -> Limits:
@@ -71,6 +73,8 @@ class Outcome:
 
     steps: int = 0
     tokens: dict[Key, list[int]] = field(default_factory=dict)
+    scores: dict[Key, list[TokenScore]] = field(default_factory=dict)
+    prompt_scores: dict[Key, list[TokenScore]] = field(default_factory=dict)
     reasons: dict[Key, FinishReason] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     cached_tokens: dict[Key, int] = field(default_factory=dict)
@@ -80,6 +84,11 @@ class Outcome:
     chunked_prefills: int = 0
     verified: int = 0  # guessed tokens
     rejected: int = 0
+    masks: int = 0
+    late_masks: int = 0  # of plans made before the tokens that they depend on were known
+    histories: int = 0
+    bans: int = 0
+    scored: int = 0  # tokens of prompts
     mixed_steps: int = 0
     most_running: int = 0
     lost_workers: int = 0

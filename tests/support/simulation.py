@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from protos.plan import StepPlan, encode_plan
+from protos.plan import StepPlan, StepResult, encode_plan
 from scheduler_svc.core.limits import (
     why_never_fits,
 )
 from scheduler_svc.core.policies import POLICIES
-from scheduler_svc.core.request import FinishReason, NewRequest, Request, RequestState, Sampling
+from scheduler_svc.core.request import FinishReason, NewRequest, Request, RequestState
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.state import InFlight, State
 from tests.support.check import check, check_rows
-from tests.support.shadow_worker import ShadowWorker, expected_tokens
+from tests.support.expected_answers import Expected, expected_answers
+from tests.support.shadow_model import Mask, allowed_after
+from tests.support.shadow_worker import ShadowWorker
 from tests.support.simulated_run import Key, Outcome, Setup
 
 
@@ -56,7 +57,9 @@ class Simulation:
         self.setup = setup
         self.rng = np.random.default_rng(seed)
         self.scheduler = Scheduler(setup.limits(), setup.geometry(), POLICIES[setup.policy])
-        self.results: deque = deque()
+        # of the plans in flight; None for one that awaits masks which nobody knows yet
+        self.results: deque[StepResult | None] = deque()
+        self._held: StepPlan | None = None
         self.outcome = Outcome()
         self.keep_trace = keep_trace
         self._answers: dict[Key, list[int]] = {}  # of requests that speculate
@@ -86,17 +89,22 @@ class Simulation:
 
     def lose_worker(self) -> None:
         """It dies with all its memory, and what it had not answered; another one comes."""
-        self.results.clear()
+        self._forget_results()
         self.scheduler.lose_worker(self.setup.geometry())
         self.outcome.lost_workers += 1
         self._connect(garbage_seed=self.outcome.lost_workers)
 
     def fail_step(self) -> None:
         """The worker reports a fault: what it had not answered is given up, and all its KV."""
-        self.results.clear()
+        self._forget_results()
         self.worker.late_copies.clear()
+        self.worker.last_step = self.state.next_step_id - 1
         self.scheduler.lose_worker(self.setup.geometry(), self.state.next_step_id)
         self._shuffle()
+
+    def _forget_results(self) -> None:
+        self.results.clear()
+        self._held = None
 
     def submit(self, new: NewRequest) -> Request | None:
         geometry = self.state.geometry
@@ -106,7 +114,10 @@ class Simulation:
             self.outcome.refused.append(new.request_id)
             return None
         family = self.scheduler.submit(new)
-        self.outcome.tokens.update((key(request), []) for request in family)
+        for request in family:
+            self._note(request)
+        if family[0].finish_reason is not None:
+            self._ended(family[0])
         return family[0]
 
     def abort(self, request_id: str) -> None:
@@ -143,24 +154,64 @@ class Simulation:
         self.outcome.verified += sum(map(len, step.drafts.values()))
         self.outcome.most_running = max(self.outcome.most_running, len(step.rows))
         self.outcome.steps += 1
-        result = self.worker.step(plan)
-        if self.setup.target_step_ms:
-            longest = round(4000 * self.setup.target_step_ms)
-            result = replace(result, device_microseconds=int(self.rng.integers(longest)))
-        self.results.append(result)
+        self._count(plan, step)
+        if plan.awaits_mask and len(self.state.in_flight) > 1:
+            self._held = plan  # until the result before it is known
+            self.results.append(None)
+        else:
+            self.results.append(self._compute(plan, step))
         check_rows(self.state, step.rows)
         if self.outcome.steps % 100 == 0:
             check(self.state)
         return True
 
+    def _count(self, plan: StepPlan, step: InFlight) -> None:
+        """What the plan asks for, and whether it asks for the right things."""
+        outcome, setup = self.outcome, self.setup
+        requests = [step.requests[place] for place in step.sampled_for.tolist()]
+        assert plan.awaits_mask == any(request.is_constrained for request in requests)
+        num_needed = len(plan.sample_rows) + len(plan.score_tokens)
+        assert num_needed <= (setup.max_logits or num_needed), "more logits than there are"
+        outcome.masks += plan.awaits_mask
+        outcome.late_masks += plan.awaits_mask and len(self.state.in_flight) > 1
+        outcome.histories += int((np.diff(plan.history_start) > 0).sum())
+        outcome.bans += int(np.isneginf(plan.bias).sum())
+        outcome.scored += len(plan.score_tokens)
+
+    def _compute(self, plan: StepPlan, step: InFlight) -> StepResult:
+        if plan.awaits_mask:
+            result = self.worker.step(plan, self._masks(step))
+        else:
+            result = self.worker.step(plan)
+        if self.setup.target_step_ms:
+            longest = round(4000 * self.setup.target_step_ms)
+            result = replace(result, device_microseconds=int(self.rng.integers(longest)))
+        return result
+
+    def _masks(self, step: InFlight) -> dict[int, Mask]:
+        """As the engine makes them, once all steps before have returned. A request that lost its
+        place in the step meanwhile has none."""
+        masks = {}
+        for sample, request, position, drafts in step.constrained_samples():
+            known = [*request.token_ids, *drafts]
+            if len(known) == position and request.finish_reason is None:
+                output = known[request.num_prompt_tokens :]
+                masks[sample] = allowed_after(output, self.setup.vocab_size)
+        return masks
+
     def absorb(self) -> None:
         result = self.results.popleft()
+        assert result is not None
         self.worker.finish(result.step_id)
         oldest = self.state.in_flight[0]
         num_known = {r: len(r.token_ids) for r in oldest.requests}
+        assert self.scheduler.why_invalid(result, self.setup.vocab_size) is None
         absorbed = self.scheduler.absorb(result)
-        for request in absorbed.sampled:
-            self.outcome.tokens[key(request)] = request.token_ids[request.num_prompt_tokens :]
+        for request in absorbed.sampled + absorbed.scored:
+            self._note(request)
+        if self._held is not None:
+            held, self._held = self._held, None
+            self.results[0] = self._compute(held, self.state.in_flight[0])
         if oldest.drafts:
             num_samples = Counter(oldest.requests[place] for place in oldest.sampled.tolist())
             self.outcome.rejected += sum(
@@ -182,15 +233,20 @@ class Simulation:
                 request.token_ids[: request.num_prompt_tokens],
                 request.max_total_tokens - request.num_prompt_tokens,
                 request.sampling,
-                n=request.index + 1,
+                is_constrained=request.is_constrained,
             )
             windows = [window for window, _ in self.setup.groups]
-            self._answers.update(expected([new], self.setup.vocab_size, windows))
+            (answer,) = expected_answers([(new, request.index)], self.setup.vocab_size, windows)
+            self._answers[key(request)] = answer.tokens
         guess = self._answers[key(request)][request.num_output_tokens :][: request.speculate]
         if guess and self.rng.random() < 0.6:
             place, wrong = self.rng.integers([len(guess), self.setup.vocab_size])
             guess[place] = int(wrong)
         return guess
+
+    def forget_guesses(self) -> None:
+        """So that request ids may come again."""
+        self._answers.clear()
 
     def peek(self) -> Peek:
         """What `plan` would do now, tried on a copy."""
@@ -227,83 +283,18 @@ class Simulation:
         self.worker.check_reserved(self.pristine)
         return self.outcome
 
+    def _note(self, request: Request) -> None:
+        """What a client has got by now."""
+        who = key(request)
+        self.outcome.tokens[who] = request.token_ids[request.num_prompt_tokens :]
+        self.outcome.scores[who] = list(request.scores)
+        self.outcome.prompt_scores[who] = list(request.prompt_scores)
+
     def _ended(self, request: Request) -> None:
         assert key(request) not in self.outcome.reasons, "ended twice"
         assert request.finish_reason is not None
         self.outcome.reasons[key(request)] = request.finish_reason
         self.outcome.cached_tokens[key(request)] = request.num_cached_tokens
-
-
-def random_requests(
-    rng: np.random.Generator,
-    count: int,
-    *,
-    prompt: tuple[int, int] = (1, 32),
-    output: tuple[int, int] = (1, 32),
-    vocab_size: int = 50,
-    stop_share: float = 0.3,
-    sampled_share: float = 0.3,
-    prefixes: int = 0,
-    fork_share: float = 0.0,
-    priorities: int = 1,
-    speculate_share: float = 0.0,
-    score_share: float = 0.0,
-) -> list[NewRequest]:
-    """Requests with uniform lengths in the given ranges (both ends included).
-
-    With `prefixes`, most prompts begin like one of that many long ones.
-    """
-    requests = []
-    shared = [rng.integers(0, vocab_size, prompt[1]).tolist() for _ in range(prefixes)]
-    for i in range(count):
-        stops = frozenset(
-            rng.integers(0, vocab_size, 2).tolist() if rng.random() < stop_share else []
-        )
-        tokens = rng.integers(0, vocab_size, rng.integers(prompt[0], prompt[1] + 1)).tolist()
-        if shared and rng.random() < 0.8:
-            begin = shared[int(rng.integers(prefixes))][: int(rng.integers(len(tokens) + 1))]
-            tokens[: len(begin)] = begin
-        only_scores = score_share > 0 and rng.random() < score_share
-        speculates = speculate_share > 0 and rng.random() < speculate_share
-        n = int(rng.integers(2, 5)) if rng.random() < fork_share else 1
-        requests.append(
-            NewRequest(
-                request_id=f"r{i}",
-                prompt_token_ids=tokens,
-                n=1 if only_scores else n,
-                speculate=3 if speculates else 0,
-                priority=int(rng.integers(priorities)),
-                cache_salt="other" if rng.random() < 0.1 else "",
-                max_tokens=0 if only_scores else int(rng.integers(output[0], output[1] + 1)),
-                sampling=Sampling(
-                    temperature=1.0 if rng.random() < sampled_share else 0.0,
-                    seed=int(rng.integers(0, 2**63)),
-                    stop_token_ids=stops,
-                ),
-            )
-        )
-    return requests
-
-
-def expected(
-    requests: list[NewRequest], vocab_size: int, windows: Sequence[int] = (0,)
-) -> dict[Key, list[int]]:
-    """The tokens that each request, and each sibling, must produce."""
-    family = [(new, index) for new in requests for index in range(new.n)]
-    outputs = expected_tokens(
-        [new.prompt_token_ids for new, _ in family],
-        [new.max_tokens for new, _ in family],
-        vocab_size,
-        [new.sampling.temperature for new, _ in family],
-        [new.sampling.seed for new, _ in family],
-        [new.sampling.stop_token_ids for new, _ in family],
-        windows,
-        [index for _, index in family],
-    )
-    return {
-        (new.request_id, index): tokens
-        for (new, index), tokens in zip(family, outputs, strict=True)
-    }
 
 
 def run_workload(
@@ -335,17 +326,28 @@ def run_workload(
 
 
 def verify(requests: list[NewRequest], outcome: Outcome, setup: Setup) -> None:
-    """Every accepted request ended once; its tokens are right, or right until its abort."""
+    """Every accepted request ended once; its tokens and log probabilities are right, or right until
+    its abort."""
     accepted = [new for new in requests if new.request_id not in outcome.refused]
     windows = [window for window, _ in setup.groups]
-    want = expected(accepted, setup.vocab_size, windows) if accepted else {}
-    assert outcome.reasons.keys() == want.keys()
-    stops = {new.request_id: new.sampling.stop_token_ids for new in accepted}
-    for who, right in want.items():
-        got, reason = outcome.tokens[who], outcome.reasons[who]
-        if reason is FinishReason.ABORT:
-            assert got == right[: len(got)], who
-        else:
-            assert got == right, who
-            stopped = bool(right) and right[-1] in stops[who[0]]
-            assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+    family = [(new, new.index + number) for new in accepted for number in range(new.n)]
+    assert outcome.reasons.keys() == {(new.request_id, index) for new, index in family}
+    answers = expected_answers(family, setup.vocab_size, windows) if family else []
+    for (new, index), right in zip(family, answers, strict=True):
+        verify_answer(new, index, right, outcome)
+
+
+def verify_answer(new: NewRequest, index: int, right: Expected, outcome: Outcome) -> None:
+    """One sibling's answer, as `verify` does."""
+    who = new.request_id, index
+    got = outcome.tokens[who], outcome.scores[who], outcome.prompt_scores[who]
+    wanted = right.tokens, right.scores, right.prompt_scores
+    if outcome.reasons[who] is FinishReason.ABORT:
+        lengths = [len(items) for items in got]
+        assert lengths[1] in (0, lengths[0] - len(new.output_token_ids)), who
+        assert got == tuple(items[:n] for items, n in zip(wanted, lengths, strict=True)), who
+        return
+    assert got == wanted, who
+    has_stopped = bool(right.tokens) and right.tokens[-1] in new.sampling.stop_token_ids
+    reason = FinishReason.STOP if has_stopped else FinishReason.LENGTH
+    assert outcome.reasons[who] is reason, who
