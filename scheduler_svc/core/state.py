@@ -138,8 +138,8 @@ class State:
             self.step_cost = StepCost(aim, geometry.device)
 
     def submit(self, new: NewRequest) -> list[Request]:
-        """Queues a request; returns it and its siblings. A resumed answer that was complete has
-        ended: it is FINISHED, and no result will tell of it."""
+        """Queues a request; returns it and its siblings, one for each answer. A resumed answer that
+        was complete has ended: it is FINISHED, and no result will tell of it."""
         assert new.request_id not in self.requests, f"request {new.request_id} is live already"
         assert not (new.speculate and self.holds_ended), "a static batch verifies no drafts"
         assert new.n == 1 or not new.output_token_ids, f"n is {new.n} of a resumed answer"
@@ -191,7 +191,7 @@ class State:
         self.pending.add(first, self.policy.urgency(first))
         if new.output_token_ids:
             self.finish_if_complete(first)
-        return family
+        return family if new.beams is None else family[: new.beams.num_answers]
 
     def live(self) -> Iterator[Request]:
         """The live requests and siblings, in order of arrival."""
