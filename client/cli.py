@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from client.bench import command as bench
-from client.commands import chat, demo, generate, serve, status
+from client.commands import batch, chat, demo, generate, serve, status
 from client.errors import ChairliftError
 from client.processes import launch
 from client.processes.launch import LaunchError
@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, (help_text, _) in _PASS_THROUGH.items():
         commands.add_parser(name, help=help_text, add_help=False)
-    for command in (generate, chat, status, bench, demo):
+    for command in (generate, chat, batch, status, bench, demo):
         command.add_parser(commands)
     return parser
 

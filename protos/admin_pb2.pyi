@@ -101,7 +101,7 @@ class CacheGroup(_message.Message):
     def __init__(self, group: _Optional[str] = ..., num_layers: _Optional[int] = ..., sliding_window: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_owned: _Optional[int] = ...) -> None: ...
 
 class GetCacheResponse(_message.Message):
-    __slots__ = ("page_size", "chunks_total", "chunks_free", "chunk_bytes", "groups", "tokens_stored", "utilisation", "prefix_queries", "prefix_hits", "swap_chunks_total", "swap_chunks_free", "offloads", "restores", "soft_resets")
+    __slots__ = ("page_size", "chunks_total", "chunks_free", "chunk_bytes", "groups", "tokens_stored", "utilisation", "prefix_queries", "prefix_hits", "swap_chunks_total", "swap_chunks_free", "offloads", "restores", "soft_resets", "drafted_tokens", "accepted_tokens")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FREE_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +116,8 @@ class GetCacheResponse(_message.Message):
     OFFLOADS_FIELD_NUMBER: _ClassVar[int]
     RESTORES_FIELD_NUMBER: _ClassVar[int]
     SOFT_RESETS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     chunks_total: int
     chunks_free: int
@@ -130,14 +132,16 @@ class GetCacheResponse(_message.Message):
     offloads: int
     restores: int
     soft_resets: int
-    def __init__(self, page_size: _Optional[int] = ..., chunks_total: _Optional[int] = ..., chunks_free: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[CacheGroup, _Mapping]]] = ..., tokens_stored: _Optional[int] = ..., utilisation: _Optional[float] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., swap_chunks_total: _Optional[int] = ..., swap_chunks_free: _Optional[int] = ..., offloads: _Optional[int] = ..., restores: _Optional[int] = ..., soft_resets: _Optional[int] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_tokens: int
+    def __init__(self, page_size: _Optional[int] = ..., chunks_total: _Optional[int] = ..., chunks_free: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[CacheGroup, _Mapping]]] = ..., tokens_stored: _Optional[int] = ..., utilisation: _Optional[float] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., swap_chunks_total: _Optional[int] = ..., swap_chunks_free: _Optional[int] = ..., offloads: _Optional[int] = ..., restores: _Optional[int] = ..., soft_resets: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class WatchStepsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StepSummary(_message.Message):
-    __slots__ = ("step_id", "num_requests", "num_tokens", "num_prefilling", "num_decoding", "num_pending", "chunks_free", "seconds", "start_seconds", "device_seconds", "num_finished", "num_running", "chunks_total", "utilisation", "preemptions", "missed")
+    __slots__ = ("step_id", "num_requests", "num_tokens", "num_prefilling", "num_decoding", "num_pending", "chunks_free", "seconds", "start_seconds", "device_seconds", "num_finished", "num_running", "chunks_total", "utilisation", "preemptions", "missed", "num_drafted")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +158,7 @@ class StepSummary(_message.Message):
     UTILISATION_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     MISSED_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTED_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     num_requests: int
     num_tokens: int
@@ -170,7 +175,8 @@ class StepSummary(_message.Message):
     utilisation: float
     preemptions: int
     missed: int
-    def __init__(self, step_id: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_decoding: _Optional[int] = ..., num_pending: _Optional[int] = ..., chunks_free: _Optional[int] = ..., seconds: _Optional[float] = ..., start_seconds: _Optional[float] = ..., device_seconds: _Optional[float] = ..., num_finished: _Optional[int] = ..., num_running: _Optional[int] = ..., chunks_total: _Optional[int] = ..., utilisation: _Optional[float] = ..., preemptions: _Optional[int] = ..., missed: _Optional[int] = ...) -> None: ...
+    num_drafted: int
+    def __init__(self, step_id: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_decoding: _Optional[int] = ..., num_pending: _Optional[int] = ..., chunks_free: _Optional[int] = ..., seconds: _Optional[float] = ..., start_seconds: _Optional[float] = ..., device_seconds: _Optional[float] = ..., num_finished: _Optional[int] = ..., num_running: _Optional[int] = ..., chunks_total: _Optional[int] = ..., utilisation: _Optional[float] = ..., preemptions: _Optional[int] = ..., missed: _Optional[int] = ..., num_drafted: _Optional[int] = ...) -> None: ...
 
 class FlushCacheRequest(_message.Message):
     __slots__ = ()

@@ -103,7 +103,8 @@ FLOORS = {
         ("__main__",),
     ),
     "scheduler_svc.core": (
-        ("biases", "history", "limits", "seeds", "step_time"),
+        ("biases", "history", "limits", "prompt_lookup", "seeds", "step_time"),
+        ("drafting",),
         ("request",),
         ("memory", "pending", "policies", "reports", "rows", "suspects"),
         ("state",),

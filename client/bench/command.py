@@ -54,6 +54,8 @@ def add_parser(commands: Any) -> None:
     add("--warm", action="store_true", help="keep the prefix cache of earlier requests")
     text = "keep the server busy while the first requests arrive, so that they start together"
     add("--gather", action="store_true", help=text)
+    text = "verify up to K guessed tokens per request and step (default: 0)"
+    add("--speculate", type=_count, default=0, metavar="K", help=text)
     add("--slo-ttft", type=float, metavar="SECONDS", help="goodput: maximum time to first token")
     add("--slo-tpot", type=float, metavar="SECONDS", help="goodput: maximum time per output token")
     add("--slo-e2e", type=float, metavar="SECONDS", help="goodput: maximum time from end to end")
@@ -130,6 +132,10 @@ def _show(results: Sequence[Result], html: Path | None) -> None:
     print(printable(report(results), sys.stdout), flush=True)
     if html is not None:
         html.write_text(page(results), encoding="utf-8")
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
 
 
 def _positive(text: str) -> int:

@@ -61,6 +61,8 @@ class Figures:
     goodput: float  # good requests per second
     preemptions: int
     prefix_hit_rate: float | None  # of the prompt tokens looked up
+    drafted: int = 0  # draft tokens verified
+    accepted: int = 0  # of these, those that were right
     most_at_once: int | None = None  # maximum of requests that hold a row
     pool_share: float | None = None  # of the KV pool in use, mean over time
     pool_share_peak: float | None = None
@@ -155,6 +157,8 @@ def figures(run: Run, limits: Limits) -> Figures:
         good_share=num_good / len(run.requests),
         goodput=num_good * rate,
         preemptions=sum(record.preemptions for record in run.requests),
+        drafted=sum(record.drafted_tokens for record in run.requests),
+        accepted=sum(record.accepted_tokens for record in run.requests),
         prefix_hit_rate=run.prefix_hits / run.prefix_queries if run.prefix_queries else None,
         **(_step_figures(run.steps, seconds) if run.steps else {}),
     )

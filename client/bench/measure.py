@@ -61,6 +61,7 @@ class Settings(argparse.Namespace):
     compare_threads: int
     warm: bool  # keep the prefix cache
     gather: bool  # see replay
+    speculate: int
     slo_ttft: float | None
     slo_tpot: float | None
     slo_e2e: float | None
@@ -91,7 +92,8 @@ async def _measure(settings: Settings) -> Result:
         server = await chairlift.server_info()
         requests = requests or make_requests(recipe, model.vocab_size)
         result = Result(
-            workload=f"{path.name}, {len(requests)} requests" if path else str(recipe),
+            workload=(f"{path.name}, {len(requests)} requests" if path else str(recipe))
+            + (f", speculate {settings.speculate}" if settings.speculate else ""),
             arrivals=str(settings.arrivals),
             seed=settings.seed,
             limits=Limits(settings.slo_ttft, settings.slo_tpot, settings.slo_e2e),
@@ -132,7 +134,13 @@ async def _run(
     num_tokens = sum(request.max_new for request in requests)
     with Progress(f"chairlift, {title}", len(requests), num_tokens, sys.stderr) as progress:
         return await replay(
-            chairlift, requests, times, progress.advance, turn, gathers=settings.gather
+            chairlift,
+            requests,
+            times,
+            progress.advance,
+            turn,
+            gathers=settings.gather,
+            speculate=settings.speculate,
         )
 
 

@@ -25,6 +25,8 @@ class RequestRecord:
     deliveries: list[tuple[float, int]] = field(default_factory=list)  # (moment, tokens) by message
     error: str | None = None
     cached_tokens: int = 0
+    drafted_tokens: int = 0  # guessed and verified
+    accepted_tokens: int = 0  # of these, those that were right
     queued_seconds: float = 0.0  # accepted to first scheduled, by the server
     prefill_seconds: float = 0.0  # first scheduled to first token, by the server
     preemptions: int = 0

@@ -31,12 +31,13 @@ async def replay(
     turn: int = 0,
     *,
     gathers: bool = False,
+    speculate: int = 0,
 ) -> Run:
     """One run over `requests`, sent at `times` (ascending seconds from now).
 
     With `gathers` a short unmeasured request keeps the server busy while the first requests
     arrive. Otherwise a policy that admits whatever it finds (static) would compute the first one of
-    a burst alone.
+    a burst alone. `speculate` is the most draft tokens per request and step.
     """
     before = await chairlift.get_cache()
     busy = _busy_server(chairlift, requests) if gathers else contextlib.nullcontext()
@@ -49,7 +50,7 @@ async def replay(
         async with asyncio.TaskGroup() as tasks:
             for request, record in zip(requests, records, strict=True):
                 await asyncio.sleep(start + record.due - time.monotonic())
-                tasks.create_task(_send(chairlift, request, record, start, advance))
+                tasks.create_task(_send(chairlift, request, record, start, advance, speculate))
     after = await chairlift.get_cache()
     run = Run(
         "chairlift",
@@ -90,6 +91,7 @@ async def _send(
     record: RequestRecord,
     start: float,
     advance: Advance,
+    speculate: int,
 ) -> None:
     record.sent = _since(start)
     stream = chairlift.generate(
@@ -98,6 +100,7 @@ async def _send(
         max_tokens=request.max_new,
         temperature=0.0,
         ignore_eos=True,
+        speculate=speculate or None,
     )
     try:
         async for delta in stream:
@@ -109,6 +112,8 @@ async def _send(
     record.end = _since(start)
     if (completion := stream.completions.get(0)) is not None:
         record.cached_tokens = completion.usage.cached_tokens
+        record.drafted_tokens = completion.usage.drafted_tokens
+        record.accepted_tokens = completion.usage.accepted_tokens
         record.queued_seconds = completion.timing.queued_seconds
         record.prefill_seconds = completion.timing.prefill_seconds
         record.preemptions = completion.timing.preemptions

@@ -113,6 +113,12 @@ def _count(value: int | None) -> str | None:
     return None if value is None else f"{value:,}"
 
 
+def _drafts(figures: Figures) -> str | None:
+    if not figures.drafted:
+        return None
+    return f"{figures.drafted:,} ({figures.accepted / figures.drafted:.0%})"
+
+
 def _row_steps(figures: Figures) -> str | None:
     if not (wasted := figures.row_steps_wasted) or not figures.row_steps:
         return _count(figures.row_steps)
@@ -137,6 +143,7 @@ _ROWS: dict[str, Callable[[Figures], str | None]] = {  # None: unknown
     "KV memory use, mean": lambda f: share(f.kv_use),
     "KV memory use, peak": lambda f: share(f.kv_use_peak),
     "prefix hit rate": lambda f: share(f.prefix_hit_rate),
+    "draft tokens (accepted)": _drafts,
     "preemptions": lambda f: _count(f.preemptions) if f.num_steps else None,
     "steps": lambda f: _count(f.num_steps),
     "rows computed": _row_steps,

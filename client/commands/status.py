@@ -94,6 +94,9 @@ def _cache_lines(cache: admin_pb2.GetCacheResponse) -> list[str]:
             f"prefixes  {hits:.0%} of {cache.prefix_queries} prompt tokens found; "
             f"{cached} free blocks still cached"
         )
+    if cache.drafted_tokens:
+        accepted = cache.accepted_tokens / cache.drafted_tokens
+        lines.append(f"drafts    {accepted:.0%} of {cache.drafted_tokens} guessed tokens accepted")
     if cache.swap_chunks_total:
         lines.append(f"swap      {_used(cache.swap_chunks_total, cache.swap_chunks_free)}")
     preemptions = cache.offloads + cache.soft_resets

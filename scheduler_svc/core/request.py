@@ -16,6 +16,7 @@ import numpy.typing as npt
 from protos.plan import Int32
 from protos.sampling import SamplerParameters
 from scheduler_svc.core.biases import Biases
+from scheduler_svc.core.drafting import Drafter
 from scheduler_svc.core.history import History
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ class Request:
     hit: Hit | None = None  # last result of the prefix-cache search
     swapped: Swapped | None = None  # set while it is offloaded
     drafts: tuple[int, ...] = ()  # draft tokens behind token_ids, to verify
+    drafter: Drafter | None = None
     num_drafted: int = 0  # draft tokens verified so far
     num_accepted: int = 0  # of these, those that were right
     prompt_logprobs: int | None = None  # candidates beside each prompt token

@@ -65,8 +65,8 @@ class Rows:
         # [N] tokens to compute in all: the last sample needs no KV; 0 for a row that awaits its
         # fork or has ended
         self.goal = np.zeros(num_rows, np.int32)
-        self.num_drafts = np.zeros(num_rows, np.int32)  # [N] draft tokens to verify
-        self.speculates = np.zeros(num_rows, np.bool_)  # [N] never planned ahead
+        self.num_drafts = np.zeros(num_rows, np.int32)  # [N] draft tokens to verify, or in flight
+        self.awaits_drafts = np.zeros(num_rows, np.bool_)  # [N] to be drafted once all is known
         self.last_token = np.zeros(num_rows, np.int32)  # [N] token_ids[-1]
         self.is_decoding = np.zeros(num_rows, np.bool_)  # [N] all known tokens are scheduled
         self.is_finished = np.zeros(num_rows, np.bool_)  # [N] ended, but a plan names the row
@@ -125,14 +125,13 @@ class Rows:
         self.sampling_of.forget()
         self.tenants.forget()
         for cleared in (
-            self.computed, self.outstanding, self.num_drafts, self.is_decoding, self.is_finished,
-            self.awaits_fork, self.is_tainted, self.num_in_flight, self.published,
+            self.computed, self.outstanding, self.num_drafts, self.awaits_drafts, self.is_decoding,
+            self.is_finished, self.awaits_fork, self.is_tainted, self.num_in_flight, self.published,
         ):  # fmt: skip
             cleared[row] = 0
         self.known[row] = len(request.token_ids)
         self.limit[row] = request.max_total_tokens
         self.goal[row] = max(request.max_total_tokens - 1, request.num_prompt_tokens)
-        self.speculates[row] = request.speculate > 0
         self.num_speculating += request.speculate > 0
         self.last_token[row] = request.token_ids[-1]
         self.will_fork[row] = bool(request.siblings)
@@ -189,23 +188,30 @@ class Rows:
         that may be scheduled; 0 or less if none. [n]"""
         num_tokens: Int32 = np.minimum(self.known[rows] + self.outstanding[rows], self.goal[rows])
         num_tokens -= self.computed[rows]
-        if self.num_speculating:  # a verifying row continues from the verdict
-            num_tokens[self.is_verifying(rows)] = 0
+        if self.num_speculating:
+            num_tokens[self._is_held(rows)] = 0
         return num_tokens
 
     def is_ending(self, rows: Int32) -> npt.NDArray[np.bool_]:
         """Whether rows compute no more: ended, or ending with the plans in flight. [n]"""
         is_ending: npt.NDArray[np.bool_] = self.to_compute(rows) <= 0
         if self.num_speculating:
-            is_ending &= ~self.is_verifying(rows)
+            is_ending &= ~self._is_held(rows)
         if self.num_beams:  # a beam waits for the others
             is_ending &= ~self.is_beam[rows] | self.is_finished[rows]
         return is_ending
 
     def is_verifying(self, rows: Int32 | int) -> npt.NDArray[np.bool_]:
         """Whether rows wait for the verdict on draft tokens. [n]"""
-        is_verifying: npt.NDArray[np.bool_] = self.speculates[rows] & (self.outstanding[rows] > 0)
-        return is_verifying & ~self.is_finished[rows]
+        is_verifying: npt.NDArray[np.bool_] = self.num_drafts[rows] > 0
+        return is_verifying & (self.outstanding[rows] > 0)
+
+    def _is_held(self, rows: Int32) -> npt.NDArray[np.bool_]:
+        """Whether rows are not planned ahead: they continue from the verdict on drafts, or will
+        probably draft behind their outstanding tokens. [n]"""
+        may_draft = self.awaits_drafts[rows] & ~self.is_finished[rows]
+        is_held: npt.NDArray[np.bool_] = may_draft & (self.outstanding[rows] > 0)
+        return is_held | self.is_verifying(rows)
 
     def _gather_sampling(self, rows: Int32) -> SamplingColumns:
         parameters = {name: column[rows] for name, column in self.sampling.parameters.items()}

@@ -13,11 +13,14 @@ are arguments.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from protos.plan import StepPlan, StepResult
+from scheduler_svc.core.drafting import Drafter
 from scheduler_svc.core.limits import NO_MEMORY, Geometry, Limits
 from scheduler_svc.core.pack import pack
 from scheduler_svc.core.policies import FIFO, STATIC, Policy
-from scheduler_svc.core.request import NO_ROW, FinishReason, NewRequest, Request
+from scheduler_svc.core.request import FinishReason, NewRequest, Request, RequestState
 from scheduler_svc.core.state import State
 from scheduler_svc.core.step.absorb import Absorbed, absorb, why_not_the_result
 from scheduler_svc.core.step.batch import Batch
@@ -28,15 +31,31 @@ from scheduler_svc.core.step.shortage import relieve
 from scheduler_svc.core.step.static_batches import StaticState, fill_static_batch
 
 
+def drafts_of(request: Request) -> list[int]:
+    """What may follow, by the request's own text (drafting.py)."""
+    if request.drafter is None:
+        request.drafter = Drafter()
+    return request.drafter.draft(
+        request.token_ids, request.speculate, request.num_drafted, request.num_accepted
+    )
+
+
 class Scheduler:
     """The only writer of request state; `state` is public for reading."""
 
     def __init__(
-        self, limits: Limits, geometry: Geometry = NO_MEMORY, policy: Policy = FIFO
+        self,
+        limits: Limits,
+        geometry: Geometry = NO_MEMORY,
+        policy: Policy = FIFO,
+        propose: Callable[[Request], Sequence[int]] = drafts_of,
     ) -> None:
+        """`propose` guesses what follows in requests that speculate; it is called for each of them
+        that got a token, and must depend on nothing else."""
         is_static = policy is STATIC
         self.state = (StaticState if is_static else State)(limits, geometry, policy)
         self._fill = fill_static_batch if is_static else fill_by_phase
+        self._propose = propose
 
     def submit(self, new: NewRequest) -> list[Request]:
         """Queues a request; returns it and its siblings. The caller has checked that it fits an
@@ -71,7 +90,12 @@ class Scheduler:
 
     def absorb(self, result: StepResult) -> Absorbed:
         """Applies the result of the oldest plan in flight; results arrive in plan order."""
-        return absorb(self.state, result)
+        absorbed = absorb(self.state, result)
+        if self.state.rows.num_speculating:
+            for request in absorbed.sampled:
+                if request.speculate and request.state is RequestState.DECODING:
+                    self._draft(request)
+        return absorbed
 
     def why_invalid(self, result: StepResult, vocab_size: int = 0) -> str | None:
         """How a result contradicts the oldest plan in flight; None if it can be absorbed.
@@ -79,17 +103,6 @@ class Scheduler:
         if not self.state.in_flight:
             return f"step {result.step_id} is not in flight"
         return why_not_the_result(self.state.in_flight[0], result, vocab_size)
-
-    def draft(self, request: Request, token_ids: list[int]) -> None:
-        """Proposes tokens of the model's vocabulary to follow the known ones of a speculating
-        request, cut to its `speculate` and to the samples it has left. The next step verifies them
-        if rows, budgets and memory are to spare. Ignored unless the request decodes and all of its
-        samples have returned."""
-        rows, room = self.state.rows, request.max_total_tokens - len(request.token_ids) - 1
-        row = request.row
-        if row != NO_ROW and rows.is_decoding[row] and not rows.outstanding[row]:
-            request.drafts = tuple(token_ids[: max(0, min(request.speculate, room))])
-            rows.num_drafts[row] = len(request.drafts)
 
     def flush_cache(self) -> int:
         """Empties the prefix cache; returns the number of named blocks. Requests keep their blocks,
@@ -103,3 +116,16 @@ class Scheduler:
         tokens already returned; lost samples are drawn again with the same uniform numbers.
         """
         self.state.lose_worker(geometry, first_step_id)
+
+    def _draft(self, request: Request) -> None:
+        """Drafts what may follow the known tokens, for the next step to verify if rows, budgets and
+        memory are to spare. While samples are outstanding, the row is not planned further ahead if
+        it would draft now: most texts that repeat themselves go on doing so."""
+        rows, row = self.state.rows, request.row
+        outstanding = int(rows.outstanding[row])
+        room = request.max_total_tokens - len(request.token_ids) - outstanding - 1
+        drafts = tuple(self._propose(request)[: max(0, min(request.speculate, room))])
+        rows.awaits_drafts[row] = len(drafts) > 0
+        if not outstanding:
+            request.drafts = drafts
+            rows.num_drafts[row] = len(drafts)

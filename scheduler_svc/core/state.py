@@ -141,7 +141,6 @@ class State:
         """Queues a request; returns it and its siblings, one for each answer. A resumed answer that
         was complete has ended: it is FINISHED, and no result will tell of it."""
         assert new.request_id not in self.requests, f"request {new.request_id} is live already"
-        assert not (new.speculate and self.holds_ended), "a static batch verifies no drafts"
         assert new.n == 1 or not new.output_token_ids, f"n is {new.n} of a resumed answer"
         assert len(new.output_token_ids) <= new.max_tokens, "resumed past the end"
         assert new.n == 1 or new.max_tokens, f"n is {new.n} with max_tokens 0; allowed: 1"
@@ -158,7 +157,7 @@ class State:
             sampling=new.sampling,
             priority=new.priority,
             cache_salt=new.cache_salt,
-            speculate=new.speculate,
+            speculate=0 if self.holds_ended else new.speculate,  # a static batch verifies nothing
             index=new.index,
             prompt_logprobs=None if new.output_token_ids else new.prompt_logprobs,
             is_constrained=new.is_constrained,

@@ -17,16 +17,6 @@ if TYPE_CHECKING:
     from scheduler_svc.text.text import OutputText
 
 
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """A validated request."""
-
-    new: NewRequest
-    texts: Sequence[OutputText] = ()  # one per sibling; empty: only tokens are wanted
-    is_streamed: bool = True  # False: one delta per sibling, at its end
-    unsent_text: str = ""  # of a resumed answer, whose tokens its text has read
-
-
 @dataclass(slots=True)  # not frozen, which would triple the cost of making one
 class Delta:
     """New tokens of a request's sibling, and the text they add."""
@@ -60,6 +50,17 @@ class Finished:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     beam_score: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A validated request."""
+
+    new: NewRequest
+    texts: Sequence[OutputText] = ()  # one per sibling; empty: only tokens are wanted
+    is_streamed: bool = True  # False: one delta per sibling, at its end
+    unsent_text: str = ""  # of a resumed answer, whose tokens its text has read
+    end: Finished | None = None  # of a resumed answer that has all its tokens; not for the engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ class StepView:
     num_tokens: int
     num_prefilling: int
     num_decoding: int
+    num_drafted: int
     num_finished: int
     num_running: int
     num_pending: int
@@ -34,7 +35,11 @@ def view_step(state: State, step: InFlight) -> StepView:
     is_finished = state.rows.is_finished[step.rows]
     prompt_ends = np.array([request.num_prompt_tokens for request in requests], np.int32)
     # by position, not by state: under run-ahead the state is one step late
-    decodes = (step.num_new_tokens == 1) & (step.ends > prompt_ends) & ~is_finished
+    num_drafts = np.zeros(len(requests), np.int32)
+    for place, drafts in step.drafts.items():
+        num_drafts[place] = len(drafts)
+    is_last = step.num_new_tokens - num_drafts == 1
+    decodes = is_last & (step.ends - num_drafts > prompt_ends) & ~is_finished
     order = state.rows.in_use()
     stored, could_hold = token_places(state)
     num_decoding, num_finished = int(decodes.sum()), int(is_finished.sum())
@@ -44,6 +49,7 @@ def view_step(state: State, step: InFlight) -> StepView:
         num_tokens=int(step.num_new_tokens.sum()),
         num_prefilling=len(requests) - num_decoding - num_finished,
         num_decoding=num_decoding,
+        num_drafted=int(num_drafts.sum()),
         num_finished=num_finished,
         num_running=len(order) - int(state.rows.is_finished[order].sum()),
         num_pending=len(state.pending),

@@ -70,6 +70,8 @@ class CacheView:
     offloads: int
     restores: int
     soft_resets: int
+    drafted_tokens: int
+    accepted_tokens: int
 
 
 def list_requests(state: State, wanted: str = "", limit: int = 100) -> list[RequestView]:
@@ -154,6 +156,8 @@ def get_cache(state: State) -> CacheView:
         offloads=state.counters.offloads,
         restores=state.counters.restores,
         soft_resets=state.counters.soft_resets,
+        drafted_tokens=state.counters.drafted,
+        accepted_tokens=state.counters.accepted,
     )
 
 

@@ -27,7 +27,7 @@ import grpc
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from scheduler_svc.engine.events import Delta, Finished
+from scheduler_svc.engine.events import Delta, Finished, Submission
 from scheduler_svc.errors import DeadlineExceeded, QueueFull, RequestRejected
 from scheduler_svc.front.prompts import detokenize, prompt_bytes, prompt_token_ids
 from scheduler_svc.front.responses import responses
@@ -59,7 +59,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         check_request_id(request.request_id)
         n = num_siblings(request.sampling, self._config.max_requests_per_batch)
-        stream = self._streams.open(request.request_id or uuid.uuid4().hex, n)
+        request_id = request.request_id or uuid.uuid4().hex
+        stream = self._streams.open(request_id, n, request.resume.index)
         try:
             async with _time_limit(self._config.request_timeout):
                 is_streamed = request.stream or not request.HasField("stream")
@@ -95,9 +96,18 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
             is_streamed,
         )
         if not stream.has_ended:
+            self._begin(stream, submission)
+        return submission.new.sampling.seed
+
+    def _begin(self, stream: LiveStream, submission: Submission) -> None:
+        end = submission.end
+        if end is None:
             self._engine.submit(submission)
             self._streams.mark_submitted(stream)
-        return submission.new.sampling.seed
+            return
+        if submission.unsent_text:
+            stream.put(Delta(end.request_id, end.index, [], submission.unsent_text))
+        stream.put(end)
 
     def _check_queue(self) -> None:
         """Raises QueueFull. Called on arrival, so that each request counts those before it."""

@@ -31,9 +31,10 @@ EVENTS_PER_TURN: Final = 8  # of the event loop; each may lead to a write, some 
 class LiveStream:
     """One request's events, for the one handler that waits for them."""
 
-    def __init__(self, request_id: str, num_siblings: int = 1) -> None:
+    def __init__(self, request_id: str, num_siblings: int = 1, first_index: int = 0) -> None:
         self.request_id = request_id
         self.num_siblings = num_siblings
+        self._first_index = first_index  # above 0 if a later sibling is resumed
         self.arrival = time.monotonic()
         self.is_submitted = False  # the engine knows the request, and will say how it ends
         self._ended = asyncio.Event()
@@ -67,7 +68,7 @@ class LiveStream:
     def abort(self) -> None:
         """Ends every sibling of a request that was not submitted."""
         for index in range(self.num_siblings):
-            self.put(Finished(self.request_id, index, FinishReason.ABORT))
+            self.put(Finished(self.request_id, self._first_index + index, FinishReason.ABORT))
 
     async def unless_ended(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The coroutine's result; None when the request ends before there is one."""
@@ -127,13 +128,13 @@ class LiveStreams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(self, request_id: str, num_siblings: int = 1) -> LiveStream:
+    def open(self, request_id: str, num_siblings: int = 1, first_index: int = 0) -> LiveStream:
         """Raises DuplicateRequest, or the error given to `refuse`."""
         if self._refusal is not None:
             raise self._refusal
         if request_id in self._streams:
             raise DuplicateRequest(request_id)
-        stream = LiveStream(request_id, num_siblings)
+        stream = LiveStream(request_id, num_siblings, first_index)
         self._streams[request_id] = self._unsubmitted[request_id] = stream
         self._idle.clear()
         return stream

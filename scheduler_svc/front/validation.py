@@ -12,6 +12,7 @@ second, so the service runs `validate` in a thread, and cheap checks come first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from protos import inference_pb2 as pb
@@ -20,6 +21,7 @@ from scheduler_svc.core.request import NewRequest
 from scheduler_svc.engine.events import ModelFacts, Submission, check_fits
 from scheduler_svc.errors import NotImplementedYet, RequestRejected
 from scheduler_svc.front.prompts import prompt_token_ids
+from scheduler_svc.front.resuming import check_resume, check_seed, resume_text
 from scheduler_svc.front.sampling_fields import (
     check_ranges,
     given_or,
@@ -45,6 +47,7 @@ def validate(
     asked = request.sampling
     check_ranges(asked, max_requests_per_batch)
     _check_together(request)
+    resumed = check_resume(request, model.facts.vocab_size, max_requests_per_batch)
     _refuse_unsupported(request)
     stops = stop_strings(asked)
     if len(request.cache_salt) > MAX_ID_CHARS:
@@ -78,9 +81,17 @@ def validate(
         cache_salt=request.cache_salt,
         n=n,
         speculate=given_or(asked, "speculate", 0),
+        output_token_ids=resumed,
+        index=request.resume.index,
         prompt_logprobs=prompt_candidates(asked, model.facts, len(prompt)),
     )
-    return Submission(new, texts, is_streamed)
+    if not request.HasField("resume"):
+        return Submission(new, texts, is_streamed)
+    check_seed(asked, new)
+    unsent_text, end = resume_text(new, texts[0], request.resume.text_length)
+    if resumed or new.index:
+        new = replace(new, prompt_logprobs=None)  # they came with the first delta of sibling 0
+    return Submission(new, texts, is_streamed, unsent_text, end)
 
 
 def check_request_id(request_id: str) -> None:
@@ -131,7 +142,6 @@ def _refuse_unsupported(request: pb.GenerateRequest) -> None:
     wanted = {
         "sampling.beam_width": asked.beam_width > 1,
         f"sampling.{constraint}": constraint != "",
-        "resume": bool(request.resume.output_token_ids or request.resume.text_length),
     }
     if any(wanted.values()):
         names = ", ".join(name for name, is_wanted in wanted.items() if is_wanted)

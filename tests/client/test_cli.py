@@ -336,6 +336,7 @@ def test_status_at_a_glance(
         "requests  2 running, 1 waiting\n"
         "cache     25 of 100 chunks in use (25%) of 100 MiB, pages 97% full; page_size 16\n"
         "prefixes  25% of 200 prompt tokens found; 40 free blocks still cached\n"
+        "drafts    75% of 80 guessed tokens accepted\n"
         "swap      2 of 8 chunks in use (25%)\n"
         "preempted 7 times: 3 offloads (2 restored), 4 soft resets\n"
         "\n"

@@ -115,12 +115,14 @@ async def test_get_cache(edge: Edge) -> None:
         page_size=16, chunks_total=100, chunks_free=40, chunk_bytes=1 << 33, groups=[group],
         tokens_stored=900, utilisation=0.9375, prefix_queries=0, prefix_hits=0,
         swap_chunks_total=0, swap_chunks_free=0, offloads=0, restores=0, soft_resets=2,
+        drafted_tokens=8, accepted_tokens=5,
     )  # fmt: skip
     got = await edge.admin.GetCache(pb.GetCacheRequest())
     assert (got.page_size, got.chunks_total, got.chunk_bytes) == (16, 100, 1 << 33)
     assert (got.tokens_stored, got.utilisation, got.soft_resets) == (900, 0.9375, 2)
     assert (got.groups[0].num_layers, got.groups[0].blocks_owned) == (30, 60)
     assert got.prefix_queries == 0
+    assert (got.drafted_tokens, got.accepted_tokens) == (8, 5)
 
 
 async def test_flush_cache(edge: Edge) -> None:

@@ -162,8 +162,6 @@ LATER: list[tuple[str, pb.GenerateRequest]] = [
     ("sampling.grammar", sampling(grammar="a")),
     ("sampling.json_object", sampling(json_object=True)),
     ("sampling.choice", sampling(choice={"options": ["a"]})),
-    ("resume", request(resume={"output_token_ids": [1]})),
-    ("resume", request(resume={"text_length": 1})),
 ]
 
 

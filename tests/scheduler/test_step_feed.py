@@ -9,10 +9,14 @@ import pytest
 
 from protos import admin_pb2 as pb
 from scheduler_svc.core.policies import POLICIES
+from scheduler_svc.core.request import NewRequest
 from scheduler_svc.engine.step_feed import QUEUE_LENGTH, StepFeed, StepReport, Watcher
-from scheduler_svc.engine.step_view import StepView
+from scheduler_svc.engine.step_view import StepView, view_step
+from scheduler_svc.engine.views import get_cache
 from tests.support.edge import Edge
 from tests.support.engine_harness import Bench
+from tests.support.simulated_run import Setup
+from tests.support.simulation import Simulation
 
 
 def view(step_id: int) -> StepView:
@@ -22,6 +26,7 @@ def view(step_id: int) -> StepView:
         num_tokens=7,
         num_prefilling=1,
         num_decoding=2,
+        num_drafted=2,
         num_finished=0,
         num_running=4,
         num_pending=5,
@@ -40,6 +45,24 @@ async def taken(watcher: Watcher) -> list[StepReport]:
             reports.append(await asyncio.wait_for(watcher.next(), 0.05))
         except TimeoutError:
             return reports
+
+
+def test_a_step_tells_its_drafts() -> None:
+    """A row that verifies looks like one that computes a prompt."""
+    sim = Simulation(Setup())
+    sim._guess = lambda request: [1, 2, 3]  # type: ignore[method-assign]
+    sim.submit(NewRequest("a", [1, 2, 3], 20, speculate=3))
+    sim.submit(NewRequest("b", [4, 5, 6], 20))
+    sim.turn()
+    sim.submit(NewRequest("c", [7, 8, 9], 20))
+    sim.plan()
+    told = view_step(sim.state, sim.state.in_flight[-1])
+    assert (told.num_tokens, told.num_drafted) == (4 + 1 + 3, 3)
+    assert (told.num_decoding, told.num_prefilling) == (2, 1)
+    sim.absorb()
+    cache = get_cache(sim.state)
+    assert cache.drafted_tokens == 3
+    assert cache.accepted_tokens == sim.state.requests["a"][0].num_output_tokens - 2
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -61,11 +61,15 @@ def test_a_rejected_tail_is_returned_and_has_no_name() -> None:
     """Blocks leak with every wrong guess, or others share what was never said."""
     setup = Setup(num_blocks=20, page_size=2, allow_block_sharing=True)
     sim = Simulation(setup)
+    tokens = run_alone()
+    sim._guess = (
+        lambda request: [  # type: ignore[method-assign]
+            (token + 1) % setup.vocab_size for token in tokens[request.num_output_tokens :][:3]
+        ]
+    )
     sim.submit(NewRequest("a", [1, 2, 3], 12, speculate=3))
     sim.turn()
     (request,) = sim.state.requests["a"]
-    wrong = [(token + 1) % setup.vocab_size for token in sim._answers["a", 0][1:4]]
-    sim.scheduler.draft(request, wrong)
     assert sim.plan()
     memory = sim.state.memory
     assert memory.tables.end[0, request.row] == 4  # 3 + 1 + 3 tokens
@@ -88,6 +92,25 @@ def test_a_right_guess_saves_steps() -> None:
         sim._answers = {("a", 0): run_alone()}
         counts.append(sim.run().steps)
     assert counts == [21, 6]
+
+
+def test_a_row_without_drafts_is_planned_ahead() -> None:
+    """A request that may speculate, but finds nothing to guess, loses what run-ahead gives."""
+    sim = Simulation(Setup(max_plans_in_flight=2))
+    tokens = run_alone()
+    # nothing for the first ten tokens, then all that is right
+    sim._guess = lambda r: tokens[r.num_output_tokens :][:3] * (r.num_output_tokens >= 10)  # type: ignore
+    sim.submit(NewRequest("a", [1, 2, 3], 21, speculate=3))
+    in_flight, verified = [], []
+    while sim.state.requests:
+        while sim.plan():
+            pass
+        in_flight.append(len(sim.state.in_flight))
+        verified.append(sum(len(step.drafts) for step in sim.state.in_flight))
+        sim.absorb()
+    assert in_flight == [2] * 10 + [1] * 4, "held back, or planned ahead of a verdict"
+    assert verified == [0] * 11 + [1] * 3
+    assert sim.outcome.tokens["a", 0] == tokens
 
 
 def test_drafts_take_nothing_from_others() -> None:

@@ -40,6 +40,7 @@ class Live:
 
     submission: Submission
     num_output: dict[int, int]
+    unsent_text: str = ""  # of a resumed answer
     unsent: dict[int, Delta] = field(default_factory=dict)  # of an answer wanted in one piece
 
 
@@ -75,8 +76,9 @@ class FakeEngine:
 
     def submit(self, submission: Submission) -> None:
         self.submitted.append(submission)
-        siblings = dict.fromkeys(range(submission.new.n), 0)
-        self.live[submission.new.request_id] = Live(submission, siblings)
+        new = submission.new
+        siblings = {new.index + place: len(new.output_token_ids) for place in range(new.n)}
+        self.live[new.request_id] = Live(submission, siblings, submission.unsent_text)
         if self.script is not None:
             self.script(self, submission)
 
@@ -132,11 +134,12 @@ class FakeEngine:
 
     def _step(self, request_id: str, index: int, token_id: int) -> list[Event]:
         live = self.live[request_id]
-        new, text = live.submission.new, live.submission.texts[index]
+        new, text = live.submission.new, live.submission.texts[index - live.submission.new.index]
         live.num_output[index] += 1
         is_stop_token = token_id in new.sampling.stop_token_ids
         is_silent = is_stop_token and not text.include_stop_str_in_output
-        shown = "" if is_silent else text.push(token_id)
+        shown, live.unsent_text = live.unsent_text, ""
+        shown += "" if is_silent else text.push(token_id)
         reason, stop = None, text.matched_stop
         if stop is not None or is_stop_token:
             reason = FinishReason.STOP

@@ -205,6 +205,8 @@ class FakeEngine(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServi
             offloads=3,
             restores=2,
             soft_resets=4,
+            drafted_tokens=80,
+            accepted_tokens=60,
         )
 
     def WatchSteps(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import torch
 
 from protos import link_pb2
 from protos.plan import ANY_TOKEN, NO_CANDIDATES, UNKNOWN_TOKEN, StepPlan
+from protos.sampling import SAMPLER_FIELDS
 from tests.support.plan_builder import plan_of
 from worker.batch.mask_values import check_mask
 from worker.step import sampler
@@ -39,14 +41,12 @@ class Case:
 
 def plan_of_cases(cases: Sequence[Case], **arrays: Any) -> StepPlan:
     """A plan whose sample i is case i, of row i and logits row i. It computes nothing."""
-    values: dict[str, Any] = {}
-    for case in cases:
-        for name, value in {"temperature": 0.0, **case.settings}.items():
-            values.setdefault(name, np.zeros(len(cases)))
-    neutral = {"repetition_penalty": 1.0, "top_p": 1.0}
-    for name in values:
-        default = neutral.get(name, 0.0)
-        values[name] = [case.settings.get(name, default) for case in cases]
+    names = {name for case in cases for name in case.settings}
+    values: dict[str, Any] = {
+        name: [case.settings.get(name, SAMPLER_FIELDS[name].neutral) for case in cases]
+        for name in names - {"temperature"}
+    }
+    values["temperature"] = [case.settings.get("temperature", 0.0) for case in cases]
     histories = [_history(case) for case in cases]
     biases = [[(t, ANY_TOKEN, v) for t, v in c.bias] + list(c.bias_after) for c in cases]
     each = np.arange(len(cases))
@@ -138,7 +138,7 @@ def by_answer(
     pairs = list(zip(ids.tolist(), logprobs.tolist(), strict=True))
     assert len(pairs) == sum(ks) + len(ks)
     starts = np.cumsum([0, *(k + 1 for k in ks)])
-    return [pairs[a:b] for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    return [pairs[a:b] for a, b in itertools.pairwise(starts)]
 
 
 def mask_message(

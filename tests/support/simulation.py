@@ -57,7 +57,12 @@ class Simulation:
     def __init__(self, setup: Setup, seed: int = 0, keep_trace: bool = False) -> None:
         self.setup = setup
         self.rng = np.random.default_rng(seed)
-        self.scheduler = Scheduler(setup.limits(), setup.geometry(), POLICIES[setup.policy])
+        self.scheduler = Scheduler(
+            setup.limits(),
+            setup.geometry(),
+            POLICIES[setup.policy],
+            lambda request: self._guess(request),
+        )
         # of the plans in flight; None for one that awaits masks which nobody knows yet
         self.results: deque[StepResult | None] = deque()
         self._held: StepPlan | None = None
@@ -229,9 +234,6 @@ class Simulation:
             )
         for request in absorbed.ended:
             self._ended(request)
-        for request in absorbed.sampled:
-            if request.speculate and request.finish_reason is None:
-                self.scheduler.draft(request, self._guess(request))
 
     def _guess(self, request: Request) -> list[int]:
         """What the request will answer, often with a mistake somewhere."""

@@ -206,7 +206,7 @@ def mixed(seed: int, count: int, vocab_size: int) -> list[Case]:
             case.prompt, case.output = (rng.integers(vocab_size, size=n) for n in (20, 9))
             case.prompt, case.output = case.prompt.tolist(), case.output.tolist()
             names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-            case.settings = {**case.settings, **{name: 0.5 + 0.1 * i for name in names}}
+            case.settings = {**case.settings, **dict.fromkeys(names, 0.5 + 0.1 * i)}
             case.run_ahead = bool(i % 2)
         if i % 4 > 1:
             case.bias = [(int(t), -INF if t % 2 else 1.5) for t in rng.permutation(vocab_size)[:9]]

@@ -156,20 +156,6 @@ def test_lost_plan_is_a_fault_that_names_both_steps(start: Start, scheduler: Fak
     assert (fault.step_id, fault.error) == (3, "received step 3, expected 2")
 
 
-def test_plan_that_awaits_a_mask_is_a_fault(start: Start, scheduler: FakeScheduler) -> None:
-    """Sampling without the mask would break the grammar silently."""
-    start()
-    scheduler.configure()
-    scheduler.receive("ready")
-    scheduler.send(b"\0" * 16, step_plan=link_pb2.StepPlan(step_id=1, awaits_mask=True))
-    assert "counts" in scheduler.receive("fault").fault.error
-    scheduler.send(resume=link_pb2.Resume(next_step_id=2))
-    plan = make_plan(2)
-    object.__setattr__(plan, "awaits_mask", True)
-    scheduler.send_plan(plan)
-    assert "masks" in scheduler.receive("fault").fault.error
-
-
 @pytest.mark.parametrize(
     ("error", "is_fatal", "code"),
     [

@@ -67,7 +67,6 @@ class RunningStep:
         self._io = io
         self._spans, self._is_out = spans, is_out
         self._order = io.inputs.sampling.answer_order
-        self._begin, self._end, self._is_out = begin, end, is_out
 
     def wait(self) -> StepResult:
         """Blocks until the step has finished; to be called once, in the order of the launches."""

@@ -57,6 +57,8 @@ def launch(batch: Batch) -> InFlight | None:
         pairs = zip(sampled.tolist(), num_drafts.tolist(), strict=True)
         drafts = {place: requests[place].drafts[:count] for place, count in pairs if count}
         rows.outstanding[sampled_rows] += num_drafts
+        rows.num_drafts[sampled_rows] = num_drafts
+        rows.awaits_drafts[sampled_rows] = False
         num_samples = num_drafts + 1
         sampled, sample_ends = sampled.repeat(num_samples), sample_ends.repeat(num_samples)
         # counts down to 0 within each row

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -37,19 +38,36 @@ def workload(tmp_path: Path) -> Path:
 
 
 def test_a_run_prints_its_figures_and_writes_its_files(
-    address: str, workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    address: str,
+    engine: FakeEngine,
+    workload: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The whole command, short of a real server; the first three requests of four, twice."""
     json_file, html_file = tmp_path / "out.json", tmp_path / "out.html"
     code = cli.main(
         [
             *("bench", "--address", address, "--workload", str(workload), "--requests", "3"),
-            *("--turns", "2", "--json", str(json_file), "--html", str(html_file), "--label", "x"),
+            *(
+                "--turns",
+                "2",
+                "--speculate",
+                "5",
+                "--json",
+                str(json_file),
+                "--html",
+                str(html_file),
+                "--label",
+                "x",
+            ),
         ]
     )
     out, err = capsys.readouterr()
     assert code == 0, err
-    assert "small.jsonl, 3 requests" in out
+    assert "small.jsonl, 3 requests, speculate 5" in out
+    assert [request.sampling.speculate for request in engine.requests[-3:]] == [5] * 3
+    assert re.search(r"draft tokens \(accepted\) +12 \(75%\)", out)
     assert "turns     2" in out
     assert "3 of 3 requests, 9 of 9 tokens" in err, "progress must not get into the report"
     kept = json.loads(json_file.read_text())

@@ -38,7 +38,7 @@ class CountingEngine(FakeEngine):
         yield inference_pb2.GenerateResponse(
             complete=inference_pb2.Complete(
                 finish_reason="length",
-                usage=inference_pb2.Usage(cached_tokens=2),
+                usage=inference_pb2.Usage(cached_tokens=2, drafted_tokens=4, accepted_tokens=3),
                 timing=inference_pb2.Timing(
                     queued_seconds=0.25, prefill_seconds=0.5, preemptions=1
                 ),
@@ -88,6 +88,7 @@ def test_every_request_is_sent_as_it_is_and_its_tokens_are_counted(
         assert request.sampling.ignore_eos
         assert request.sampling.HasField("temperature")
         assert request.sampling.temperature == 0.0
+        assert not request.sampling.HasField("speculate")
     assert [record.output_tokens for record in measured.requests] == [4, 2, 1]
     assert all(record.is_complete for record in measured.requests)
     assert sum(tokens for tokens, _ in progress) == 7
@@ -101,6 +102,7 @@ def test_times_are_in_order_and_the_servers_are_kept(address: str) -> None:
         assert 0 <= record.sent <= record.deliveries[0][0] <= record.end
         assert (record.queued_seconds, record.prefill_seconds) == (0.25, 0.5)
         assert (record.preemptions, record.cached_tokens) == (1, 2)
+        assert (record.drafted_tokens, record.accepted_tokens) == (4, 3)
 
 
 def test_requests_are_sent_when_they_are_due(address: str) -> None:

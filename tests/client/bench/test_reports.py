@@ -59,6 +59,7 @@ def test_what_no_system_knows_is_left_out_and_what_some_know_is_a_dash() -> None
     text = report([result(two_requests(), silent)])
     assert re.search(r"rows computed +4 \(25% wasted\) +–", text)  # noqa: RUF001
     assert "rows computed" not in report([result(silent)])
+    assert "draft tokens" not in text
 
 
 def test_notes_reach_the_reader() -> None:

@@ -1,0 +1,1 @@
+"""`chairlift batch`: files in the shape of OpenAI's batch API, answered by this server."""
