@@ -95,6 +95,11 @@ class NewRequest:
     is_constrained: bool = False  # a grammar's mask comes for each sample
     beams: BeamSearch | None = None
 
+    @property
+    def num_beams(self) -> int:
+        """Beams of its search; 1 = none."""
+        return 1 if self.beams is None else self.beams.width
+
 
 class TokenScore(NamedTuple):
     """The log probability of a token, and of the most probable ones in its place."""

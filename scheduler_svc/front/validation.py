@@ -23,6 +23,7 @@ from scheduler_svc.errors import NotImplementedYet, RequestRejected
 from scheduler_svc.front.prompts import prompt_token_ids
 from scheduler_svc.front.resuming import check_resume, check_seed, resume_text
 from scheduler_svc.front.sampling_fields import (
+    beams_of,
     check_ranges,
     given_or,
     prompt_candidates,
@@ -59,7 +60,7 @@ def validate(
     skips_special = given_or(asked, "skip_special_tokens", True)
     decoder, pieces = model.tokenizer.decoder(skips_special), model.tokenizer.pieces(skips_special)
     hidden = _hidden_tokens(stops, model) if skips_special else {}
-    n = given_or(asked, "n", 1)
+    n, beams = given_or(asked, "n", 1), beams_of(asked, model)
     texts = [
         OutputText(
             decoder,
@@ -79,7 +80,8 @@ def validate(
         sampling=sampling,
         priority=request.priority,
         cache_salt=request.cache_salt,
-        n=n,
+        n=n if beams is None else 1,
+        beams=beams,
         speculate=given_or(asked, "speculate", 0),
         output_token_ids=resumed,
         index=request.resume.index,
@@ -125,8 +127,16 @@ def _check_together(request: pb.GenerateRequest) -> None:
                 raise RequestRejected(
                     f"sampling.{name}", getattr(asked, name), "unset with max_tokens 0"
                 )
-    if is_beam_search and asked.n > asked.beam_width:
+    if not is_beam_search:
+        return
+    if asked.n > asked.beam_width:
         raise RequestRejected("sampling.n", asked.n, f"1 to {asked.beam_width} (beam_width)")
+    if asked.speculate:
+        allowed = f"0, with beam_width {asked.beam_width}"
+        raise RequestRejected("sampling.speculate", asked.speculate, allowed)
+    if constraint:
+        allowed = f"unset, with beam_width {asked.beam_width}"
+        raise RequestRejected(f"sampling.{constraint}", getattr(asked, constraint), allowed)
 
 
 def constraint_of(asked: pb.SamplingParams) -> str:
@@ -140,7 +150,6 @@ def _refuse_unsupported(request: pb.GenerateRequest) -> None:
     asked = request.sampling
     constraint = constraint_of(asked)
     wanted = {
-        "sampling.beam_width": asked.beam_width > 1,
         f"sampling.{constraint}": constraint != "",
     }
     if any(wanted.values()):
@@ -160,9 +169,10 @@ def _hidden_tokens(stops: Sequence[str], model: Model) -> dict[int, str]:
 
 
 def _max_tokens(asked: pb.SamplingParams, num_prompt: int, facts: ModelFacts) -> int:
-    """The value given, or as many as fit beside the prompt."""
+    """The value given, or as many as fit beside the prompt, for each beam."""
+    width = given_or(asked, "beam_width", 1)
     if asked.HasField("max_tokens"):
-        check_fits(num_prompt, asked.max_tokens, facts)
+        check_fits(num_prompt, asked.max_tokens, facts, width)
         return asked.max_tokens
-    longest, _ = longest_request(facts.max_model_len, facts.pool_tokens)
+    longest, _ = longest_request(facts.max_model_len, facts.pool_tokens_of(num_prompt, width))
     return longest - num_prompt
