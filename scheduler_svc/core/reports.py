@@ -93,6 +93,7 @@ class Reports:
             return f"a log probability is {wrong[0]}; allowed: at most 0"
         own = result.candidate_ids[sizes.cumsum() - sizes]
         right = np.concatenate([result.token_ids[self.reported_samples], *scored_tokens])
+        right[: len(of_beams)][of_beams] = own[: len(of_beams)][of_beams]  # no token was chosen
         if (own != right).any():
             place = int((own != right).argmax())
             return f"a report is on token {own[place]} instead of {right[place]}"

@@ -154,7 +154,8 @@ class State:
             token_ids=token_ids,
             num_prompt_tokens=len(new.prompt_token_ids),
             max_total_tokens=len(new.prompt_token_ids) + new.max_tokens,
-            sampling=new.sampling,
+            # a beam's sample is not used: the greedy one costs least
+            sampling=new.sampling if new.beams is None else replace(new.sampling, temperature=0.0),
             priority=new.priority,
             cache_salt=new.cache_salt,
             speculate=0 if self.holds_ended else new.speculate,  # a static batch verifies nothing
