@@ -39,7 +39,7 @@ class Family:
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
         config = tiny_models.SERVED[name]()
-        model = tiny_models.save(config, folder)
+        self.model = model = tiny_models.save(config, folder)
         self.loaded = load(folder)
         generator = torch.Generator().manual_seed(5)
         self.requests, self.right = [], {}
@@ -102,7 +102,7 @@ class Family:
                 self._check(new, family)
 
     def _check(self, new: NewRequest, family: list[Request]) -> None:
-        found = [request.token_ids[request.num_prompt_tokens :] for request in family]
+        found = [generated(request) for request in family]
         right = self.right[new.request_id]
         assert found == [tokens for tokens, _ in right]
         scores = [request.beam_score for request in family]
@@ -112,6 +112,10 @@ class Family:
             assert request.finish_reason is (
                 FinishReason.STOP if is_stopped else FinishReason.LENGTH
             )
+
+
+def generated(request: Request) -> list[int]:
+    return request.token_ids[request.num_prompt_tokens :]
 
 
 @pytest.fixture(scope="module")
@@ -192,3 +196,32 @@ def test_hypotheses_are_those_of_transformers(family: Family) -> None:
     for run in CHECKS.values():
         cells.append("WRONG")
         cells[-1] = run(family)
+
+
+@pytest.mark.parametrize("family", ["llama"], indirect=True)
+def test_penalties_and_bans_change_the_log_probabilities(family: Family) -> None:
+    """As transformers' processors, which a beam search gives log probabilities, not logits. The
+    scores of tokens are those of compute_transition_scores."""
+    new, beams = family.requests[0], BeamSearch(3, 3, length_penalty=0.0)
+    stops = sorted(new.sampling.stop_token_ids)
+    plain = generate_beams(family.model, new.prompt_token_ids, 10, beams, stops)
+    words = [plain[0][0][:1], plain[0][0][3:5]]
+    sampling = Sampling(
+        stop_token_ids=frozenset(stops), repetition_penalty=1.4, min_tokens=6, logprobs=2,
+        bad_words=tuple(map(tuple, words)),
+    )  # fmt: skip
+    right = generate_beams(
+        family.model, new.prompt_token_ids, 10, beams, stops,
+        repetition_penalty=1.4, bad_words_ids=words, min_new_tokens=6,
+    )  # fmt: skip
+    assert right != plain
+    process = family.process()
+    asked = replace(new, max_tokens=10, sampling=sampling, beams=beams)
+    answers = process.core.submit(asked)
+    while process.state.requests:
+        process.next_step()
+    assert [generated(answer) for answer in answers] == [tokens for tokens, _ in right]
+    for answer, (tokens, score) in zip(answers, right, strict=True):
+        assert [one.token_id for one in answer.scores] == tokens
+        assert sum(one.logprob for one in answer.scores) == pytest.approx(score, rel=1e-4)
+        assert all(len(one.top) == 2 for one in answer.scores)
