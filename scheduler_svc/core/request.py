@@ -100,6 +100,11 @@ class NewRequest:
         """Beams of its search; 1 = none."""
         return 1 if self.beams is None else self.beams.width
 
+    @property
+    def num_answers(self) -> int:
+        """Answers that its sender gets."""
+        return self.n if self.beams is None else self.beams.num_answers
+
 
 class TokenScore(NamedTuple):
     """The log probability of a token, and of the most probable ones in its place."""

@@ -191,7 +191,7 @@ class State:
         self.pending.add(first, self.policy.urgency(first))
         if new.output_token_ids:
             self.finish_if_complete(first)
-        return family if new.beams is None else family[: new.beams.num_answers]
+        return family[: new.num_answers]
 
     def live(self) -> Iterator[Request]:
         """The live requests and siblings, in order of arrival."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from client import AsyncChairlift, Chairlift
+from client import Answer, AsyncChairlift, Chairlift
 from tests.support.grpcurl import grpcurl, messages
 from tests.support.processes import Server
 
@@ -108,3 +108,30 @@ def test_the_command_generates(server: Server) -> None:
         check=True,
     )
     assert len(done.stdout.split()) > 4
+
+
+def test_beam_searches_find_the_golden_hypotheses(server: Server) -> None:
+    """Other hypotheses than transformers', or the same with other scores. Golden: tests/golden,
+    made by `generate(num_beams=...)`."""
+    searches = lines(TESTS / "golden" / "beams_smollm2.jsonl")
+    names = ("max_tokens", "beam_width", "n", "length_penalty", "early_stopping")
+
+    async def run() -> list[Answer]:
+        async with AsyncChairlift(server.address) as chairlift:
+            return await asyncio.gather(
+                *[
+                    chairlift.complete(search["prompt"], **{name: search[name] for name in names})
+                    for search in searches
+                ]
+            )
+
+    num_ended = 0
+    for search, first in zip(searches, asyncio.run(run()), strict=True):
+        answers = [first, *first.siblings]
+        found = [list(answer.token_ids) for answer in answers]
+        assert found == [golden["tokens"] for golden in search["answers"]]
+        scores = [answer.completion.beam_score for answer in answers]
+        right = [golden["score"] for golden in search["answers"]]
+        assert scores == pytest.approx(right, rel=1e-4)
+        num_ended += sum(answer.finish_reason == "stop" for answer in answers)
+    assert num_ended

@@ -75,6 +75,21 @@ BAD_INPUT: list[tuple[str, pb.GenerateRequest, list[str]]] = [
     ("beam_width 0", sampling(beam_width=0), ["sampling.beam_width is 0", "1 to 8 (max_requests"]),
     ("beam_width 9", sampling(beam_width=9), ["sampling.beam_width is 9", "1 to 8 (max_requests"]),
     ("n > beams", sampling(beam_width=2, n=3), ["sampling.n is 3", "1 to 2 (beam_width)"]),
+    (
+        "beams speculate",
+        sampling(beam_width=2, speculate=3),
+        ["sampling.speculate is 3", "0, with beam_width 2"],
+    ),
+    (
+        "beams constrained",
+        sampling(beam_width=2, regex="a+"),
+        ["sampling.regex is 'a+'", "unset, with beam_width 2"],
+    ),
+    (
+        "beams without tokens",
+        sampling(beam_width=2, max_tokens=0, prompt_logprobs=1),
+        ["sampling.beam_width is 2", "unset with max_tokens 0"],
+    ),
     ("length_penalty NaN", sampling(length_penalty="NaN"), ["sampling.length_penalty is nan"]),
     ("min_tokens -1", sampling(min_tokens=-1), ["sampling.min_tokens is -1", "0 to max_tokens"]),
     (
@@ -156,7 +171,6 @@ BAD_INPUT: list[tuple[str, pb.GenerateRequest, list[str]]] = [
 ]
 
 LATER: list[tuple[str, pb.GenerateRequest]] = [
-    ("sampling.beam_width", sampling(beam_width=2)),
     ("sampling.json_schema", sampling(json_schema="{}")),
     ("sampling.regex", sampling(regex="a")),
     ("sampling.grammar", sampling(grammar="a")),

@@ -188,13 +188,12 @@ def _append_tokens(
 def _advance_beams(state: State, step: InFlight) -> list[Request]:
     """Advances the searches of which candidates of all beams have come. Returns the requests that
     have answers now."""
-    sampled = [step.requests[place] for place in step.sampled_for[step.reports.is_beam].tolist()]
-    groups = {request.request_id: request.beams for request in sampled}
     answered = []
-    for request_id, group in groups.items():
-        is_live = request_id in state.requests
-        if is_live and group is not None and group.is_complete:
-            answered += advance_beams(state, group)
+    for place in step.sampled_for[step.reports.is_beam].tolist():
+        request = step.requests[place]
+        is_live = request.state is not RequestState.FINISHED
+        if is_live and request.beams is not None and request.beams.is_complete:
+            answered += advance_beams(state, request.beams)
     return answered
 
 
