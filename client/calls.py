@@ -29,11 +29,16 @@ class Arrival:
 
 
 class Calls:
-    """Running calls. One is read by whoever reads; of several, each has a thread that does."""
+    """Running calls. One is read by whoever reads; of several, each has a thread that does.
+
+    So it is with one, too, if the main thread reads: Ctrl-C interrupts only that thread, and gRPC's
+    blocking reads do not always give back their locks then, which would lock the connection.
+    """
 
     def __init__(self) -> None:
         self._calls: dict[Leg, Any] = {}
-        self._arrivals: SimpleQueue[Arrival] | None = None  # once there are several
+        is_main = threading.current_thread() is threading.main_thread()
+        self._arrivals: SimpleQueue[Arrival] | None = SimpleQueue() if is_main else None
         self._cancelled = threading.Event()
 
     def add(self, leg: Leg, call: Any) -> None:

@@ -111,7 +111,10 @@ _NO_CONNECTION = (
 )
 # … the deadline passed, and the connection was lost.
 _DEADLINE_PASSED = ("Deadline Exceeded", "Stream removed (Deadline Exceeded)")
-_CONNECTION_BROKE = ("Socket closed", "Stream removed", "Connection reset", "recvmsg")
+_CONNECTION_BROKE = (
+    "Socket closed", "Stream removed", "Connection reset", "recvmsg", "Received RST_STREAM"
+)  # fmt: skip
+_BROKEN_STATUSES = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 
 
 def from_rpc_error(error: Any, address: str) -> ChairliftError:
@@ -143,6 +146,8 @@ def from_status(
             f"the connection to {address} broke before the answer was complete; is the server "
             f"still running? ({details})"
         )
+        if status in _BROKEN_STATUSES:  # as some proxies and versions of gRPC report it
+            status = grpc.StatusCode.UNAVAILABLE
     kind = _BY_STATUS.get(status, ServerError)
     error = kind(details or f"the server ended the call with {status.name}", status)
     if isinstance(error, QueueFull):

@@ -2,6 +2,7 @@
 
     ChairliftError
     ├── RequestRejected    INVALID_ARGUMENT     names the field, the value and the limit
+    ├── ConstraintFailed   INVALID_ARGUMENT     the grammar became too complex on the way
     ├── NotImplementedYet  UNIMPLEMENTED        names what is not supported yet
     ├── DuplicateRequest   ALREADY_EXISTS       the id belongs to a live request
     ├── UnknownRequest     NOT_FOUND            no live request has that id
@@ -27,6 +28,10 @@ class RequestRejected(ChairliftError):
     def __init__(self, field: str, value: object, allowed: str) -> None:
         super().__init__(f"{field} is {_short(value)}; allowed: {allowed}")
         self.field = field
+
+
+class ConstraintFailed(ChairliftError):
+    """An answer's grammar cannot be followed further."""
 
 
 class NotImplementedYet(ChairliftError):

@@ -76,7 +76,7 @@ def test_the_core_is_pure(path: Path) -> None:
 @pytest.mark.parametrize("path", sources("client"), ids=relative)
 def test_the_client_needs_grpc_and_protobuf_only(path: Path) -> None:
     """A service that only talks to Chairlift must not have to install an inference stack."""
-    optional = {"rich"}
+    optional = {"prompt_toolkit", "rich"}
     allowed = sys.stdlib_module_names | {"client", "protos", "grpc", "google"} | optional
     assert top_level(path) <= allowed
     assert "protos.plan" not in imported(path), "protos.plan needs numpy"
@@ -97,7 +97,7 @@ FLOORS = {
     ),
     "scheduler_svc": (
         ("core", "errors"),
-        ("settings", "text"),
+        ("settings", "text", "grammar"),
         ("engine",),
         ("front",),
         ("__main__",),
@@ -167,7 +167,7 @@ def test_importing_the_client_loads_nothing_heavy() -> None:
     """Catches what reading the imports cannot: a heavy module behind an innocent one."""
     code = (
         "import sys, client, client.aio, client.cli\n"
-        "heavy = {'torch', 'numpy', 'transformers', 'zmq', 'rich'} & set(sys.modules)\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'zmq', 'rich', 'prompt_toolkit'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True, cwd="/", timeout=60,

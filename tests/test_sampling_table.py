@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from protos import inference_pb2 as pb
+from protos.api_fields import GENERATE_FIELDS, OTHER_SAMPLING_FIELDS
+from protos.field_tables import PAGES, updated
 from protos.plan import decode_plan, encode_plan
 from protos.sampling import (
     REQUEST_FIELDS,
@@ -48,14 +50,34 @@ def test_the_table_is_the_api() -> None:
     assert len(SAMPLING_FIELDS) == len(SAMPLER_FIELDS) + len(REQUEST_FIELDS)
 
 
-@pytest.mark.parametrize("name", SAMPLING_FIELDS)
-def test_the_docs_state_each_entry(name: str) -> None:
-    """Limits that the docs get wrong are found out by errors."""
-    rows = re.findall(rf"^\| `{name}` .*$", (ROOT / "docs/sampling.md").read_text(), re.MULTILINE)
-    entry = SAMPLING_FIELDS[name]
-    neutral = "" if entry.neutral is None else f"{entry.neutral:g}"
-    key = f"`{entry.config_key}`" if entry.config_key and name in SAMPLER_FIELDS else ""
-    assert rows == [f"| `{name}` | {neutral} | {entry.allowed} | {key} | {entry.effect} |"]
+def test_every_field_is_described() -> None:
+    """A field that is in no table is in no page either."""
+    sampling = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+    assert sampling == SAMPLING_FIELDS.keys() | OTHER_SAMPLING_FIELDS.keys()
+    assert {field.name for field in pb.GenerateRequest.DESCRIPTOR.fields} == GENERATE_FIELDS.keys()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_pages_have_the_tables_as_they_are(name: str) -> None:
+    """Limits that the docs get wrong are found out by errors: run python -m protos.field_tables."""
+    page = (ROOT / name).read_text()
+    assert updated(page) == page
+
+
+@pytest.mark.parametrize(
+    ("page", "tables"),
+    [
+        ("README.md", ["defaults"]),
+        ("docs/sampling.md", ["sampler", "scheduler", "others", "generate"]),
+    ],
+)
+def test_each_page_has_its_tables(page: str, tables: list[str]) -> None:
+    """A comment that no longer matches leaves the table behind as it was."""
+    text = (ROOT / page).read_text()
+    assert re.findall(r"<!-- table (\w+)", text) == tables
+    emptied = re.sub(r"(<!-- table .*?-->).*?(<!-- end)", r"\1\n\2", text, flags=re.DOTALL)
+    assert len(emptied) < len(text) - 500
+    assert updated(emptied) == text
 
 
 @pytest.mark.parametrize("name", [n for n, e in SAMPLING_FIELDS.items() if e.neutral is not None])
@@ -73,7 +95,7 @@ def unlike_neutral(entry: SamplingField) -> float | int:
 
 def on_device(sampling: dict[str, float], stated: dict[str, float]) -> dict[str, list[float]]:
     """Each parameter in the worker's buffer, for a request and a model's generation_config."""
-    model = Model("tiny", FACTS, Tokenizer(chat(), stated))
+    model = Model.of("tiny", FACTS, Tokenizer(chat(), stated))
     asked = pb.GenerateRequest(text="hello", sampling=pb.SamplingParams(**sampling))
     scheduler = Scheduler(Limits(64, 8), Setup().geometry())
     scheduler.submit(validate(asked, "r", 0, model, 8).new)

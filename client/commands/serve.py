@@ -1,4 +1,5 @@
-"""`chairlift serve`: a scheduler and a worker on this machine, and the socket between them."""
+"""`chairlift serve`: a scheduler and a worker on this machine, the socket between them, and perhaps
+a gateway for OpenAI's HTTP API before them."""
 
 from __future__ import annotations
 
@@ -11,16 +12,23 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from client.processes import launch
+from client.processes.gateway import gateway_line, split_options
 from client.processes.supervisor import Supervisor
 
 # The address of a Unix socket has 107 bytes at most.
 _MAX_FOLDER_BYTES: Final = 107 - len("/chairlift-abcdefgh/worker")
 
 _HELP = """\
-usage: chairlift serve [scheduler options]
+usage: chairlift serve [--gateway [--http-port PORT] [--http-host HOST]] [scheduler options]
 
 Starts a scheduler and a worker on this machine; Ctrl-C stops both. They communicate through a
-private socket unless --worker-address is given. All options are the scheduler's:
+private socket unless --worker-address is given.
+
+  --gateway         start smg before them: OpenAI's HTTP API (needs the extra `gateway`)
+  --http-port PORT  where the gateway listens (default: 8080)
+  --http-host HOST  on which address (default: 127.0.0.1)
+
+All other options are the scheduler's:
 """
 
 
@@ -31,12 +39,15 @@ def main(arguments: list[str]) -> int:
     if "-h" in arguments or "--help" in arguments:
         print(_HELP, flush=True)
         return subprocess.run([*scheduler_line, "--help"], check=False).returncode
+    wanted, arguments = split_options(arguments)
+    gateway = gateway_line(wanted, arguments) if wanted.is_wanted else None
     with worker_address(arguments) as (address, is_ours):
         own = ["--worker-address", address] if is_ours else []
         default = "--exit-on-model-error=true"  # first, so that a given option overrides it
         return Supervisor(
             scheduler=launch.command("scheduler", [default, *arguments, *own]),
             worker=launch.command("worker", ["--connect", address]),
+            gateway=gateway,
         ).run()
 
 

@@ -1,12 +1,12 @@
-"""Runs a scheduler and a worker as one program.
+"""Runs a scheduler and a worker, and perhaps a gateway before them, as one program.
 
-Owns the two child processes. A dead worker is restarted after a pause, since the scheduler keeps
-its requests; both end when the scheduler ends, or when a worker reports that a restart is
+Owns the child processes. A dead worker is restarted after a pause, since the scheduler keeps its
+requests; all end when the scheduler or the gateway ends, or when a worker reports that a restart is
 pointless.
 
 Children run in process groups of their own, so that Ctrl-C in the terminal reaches this process
-alone, which can stop them in order: first the scheduler, which needs its worker while it drains,
-then the worker. A second Ctrl-C kills both.
+alone, which can stop them in order, each once those that need it have ended: the gateway, the
+scheduler, the worker. A second Ctrl-C kills all.
 """
 
 from __future__ import annotations
@@ -38,11 +38,15 @@ def restart_pause(deaths: int) -> float:
 
 
 class Supervisor:
-    """Runs two command lines as one program. Call `run` once, in the main thread."""
+    """Runs command lines as one program. Call `run` once, in the main thread."""
 
-    def __init__(self, scheduler: list[str], worker: list[str]) -> None:
+    def __init__(
+        self, scheduler: list[str], worker: list[str], gateway: list[str] | None = None
+    ) -> None:
         self._scheduler_line = scheduler
         self._worker_line = worker
+        self._gateway_line = gateway
+        self._gateway: subprocess.Popen[bytes] | None = None  # None once it has ended
         self._worker: subprocess.Popen[bytes] | None = None  # None while it is dead
         self._worker_started = 0.0  # time.monotonic()
         self._deaths = 0
@@ -51,20 +55,25 @@ class Supervisor:
         self._exit_code: int | None = None  # if decided before the scheduler ends
 
     def run(self) -> int:
-        """Returns the exit code once both processes have ended."""
+        """Returns the exit code once all processes have ended."""
         with _signals() as wait:
             self._scheduler = launch.start(self._scheduler_line)
             self._start_worker()
+            if self._gateway_line is not None:
+                self._gateway = launch.start(self._gateway_line)
             while self._scheduler.poll() is None:
                 for number in wait(self._seconds_to_restart()):
                     if number == signal.SIGINT and self._is_stopping:
-                        self._kill_both()
+                        self._kill_all()
                     elif number in (signal.SIGINT, signal.SIGTERM):
                         self._stop()
                 if self._scheduler.poll() is None:
+                    self._check_gateway()
                     self._check_worker()
             self._scheduler_ended()
-            self._end_worker(wait)
+            for name, child in (("gateway", self._gateway), ("worker", self._worker)):
+                if child is not None:
+                    _end(name, child, wait)
         assert self._exit_code is not None
         return self._exit_code
 
@@ -77,17 +86,29 @@ class Supervisor:
         return None if self._restart_at is None else max(0.0, self._restart_at - time.monotonic())
 
     def _stop(self) -> None:
-        if not self._is_stopping:  # the kernel may signal a parent's death repeatedly
-            _report("stopping after running answers finish; Ctrl-C kills scheduler and worker")
-            self._is_stopping = True
-            self._scheduler.terminate()
+        if self._is_stopping:  # the kernel may signal a parent's death repeatedly
+            return
+        _report("stopping after running answers finish; Ctrl-C kills all processes")
+        self._is_stopping = True
+        (self._gateway or self._scheduler).terminate()
 
-    def _kill_both(self) -> None:
-        _report("killing scheduler and worker")
+    def _kill_all(self) -> None:
+        _report("killing all processes")
         self._exit_code = _INTERRUPTED
-        _kill(self._scheduler)
-        if self._worker is not None:
-            _kill(self._worker)
+        for child in (self._gateway, self._scheduler, self._worker):
+            if child is not None:
+                _kill(child)
+
+    def _check_gateway(self) -> None:
+        """Stops the scheduler once the gateway has ended, for whatever reason."""
+        if self._gateway is None or self._gateway.poll() is None:
+            return
+        code, self._gateway = self._gateway.returncode, None
+        if not self._is_stopping:
+            _report(f"the gateway ended ({_ending(code)}); stopping the scheduler")
+            self._exit_code = _as_exit_code(code) or 1
+            self._is_stopping = True
+        self._scheduler.terminate()
 
     def _check_worker(self) -> None:
         """Restarts a dead worker, also while the scheduler drains: running answers need it."""
@@ -98,13 +119,13 @@ class Supervisor:
             return
         code = self._worker.returncode
         self._worker = None
-        if self._exit_code is not None:  # both are being stopped
+        if self._exit_code is not None:  # all are being stopped
             return
         if code == FATAL_EXIT_CODE:
             _report(f"the worker cannot serve this ({_ending(code)}); stopping the scheduler")
             self._exit_code = code
             self._is_stopping = True
-            self._scheduler.terminate()
+            (self._gateway or self._scheduler).terminate()
             return
         self._deaths = 1 if now - self._worker_started >= _HEALTHY_AFTER else self._deaths + 1
         pause = restart_pause(self._deaths)
@@ -114,24 +135,26 @@ class Supervisor:
     def _scheduler_ended(self) -> None:
         code = self._scheduler.wait()
         if not self._is_stopping:
-            _report(f"the scheduler ended ({_ending(code)}); stopping the worker")
+            _report(f"the scheduler ended ({_ending(code)}); stopping the others")
         # SIGTERM kills a scheduler that has not installed its handler yet.
         was_stopped = self._is_stopping and code == -signal.SIGTERM
         if self._exit_code is None:
             self._exit_code = 0 if was_stopped else _as_exit_code(code)
 
-    def _end_worker(self, wait: Callable[[float | None], list[int]]) -> None:
-        if self._worker is None:
-            return
-        self._worker.terminate()
-        deadline = time.monotonic() + _KILL_AFTER
-        while self._worker.poll() is None:
-            left = deadline - time.monotonic()
-            numbers = wait(max(0.0, left))
-            if left <= 0 or signal.SIGINT in numbers:
-                _report(f"the worker did not stop within {_KILL_AFTER:g} s; killing it")
-                _kill(self._worker)
-                self._worker.wait()
+
+def _end(
+    name: str, child: subprocess.Popen[bytes], wait: Callable[[float | None], list[int]]
+) -> None:
+    """Ends a child, at last by force."""
+    child.terminate()
+    deadline = time.monotonic() + _KILL_AFTER
+    while child.poll() is None:
+        left = deadline - time.monotonic()
+        numbers = wait(max(0.0, left))
+        if left <= 0 or signal.SIGINT in numbers:
+            _report(f"the {name} did not stop within {_KILL_AFTER:g} s; killing it")
+            _kill(child)
+            child.wait()
 
 
 def _report(text: str) -> None:

@@ -1,7 +1,9 @@
 """The standard streams: undecodable input is reported, control characters never reach a terminal.
 
 A model may write escape sequences: they could retitle a window, clear the screen or fill the
-clipboard. A terminal gets them escaped; a pipe gets the text unchanged.
+clipboard. Bidirectional controls could show a text in another order than it is read. A terminal
+gets both escaped, character by character, so that nothing comes together from several deltas; a
+pipe gets the text unchanged.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ import os
 import sys
 from typing import Final, TextIO
 
-# C0, DEL and C1 without tab and newline, escaped as in JSON
-_ESCAPES: Final = {
-    code: f"\\u{code:04x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"
-}
+# escaped as in JSON: C0, DEL and C1 without tab and newline; embeddings, overrides and isolates
+_CONTROLS: Final = (
+    *range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)
+)  # fmt: skip
+_ESCAPES: Final = {code: f"\\u{code:04x}" for code in _CONTROLS if chr(code) not in "\t\n"}
 
 
 def prepare() -> None:

@@ -6,7 +6,7 @@ Samples report first, in the plan's order, then the scored prompt tokens. A repo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple
@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from protos.plan import NO_CANDIDATES, Int32, StepResult
 from scheduler_svc.core.request import Request, TokenScore
-
-ROUNDING: Final = 1e-3  # a log probability may be above 0 by so much
 
 
 class ScoredPrompt(NamedTuple):
@@ -63,41 +61,6 @@ class Reports:
     def reported_samples(self) -> npt.NDArray[np.intp]:
         """The samples that are reported, in order."""
         return np.flatnonzero(self.num_candidates != NO_CANDIDATES)
-
-    def why_not(
-        self, result: StepResult, scored_tokens: Sequence[Int32], vocab_size: int
-    ) -> str | None:
-        """How the result's reports contradict these; None if they do not. `scored_tokens`: those of
-        each of `prompts`; `vocab_size` 0 = unknown."""
-        sizes, num_entries = self.sizes, self.num_entries
-        found = len(result.ranks), len(result.candidate_ids), len(result.logprobs)
-        if found != (len(sizes), num_entries, num_entries):
-            return (
-                f"{found[0]} ranks, {found[1]} candidates and {found[2]} log probabilities for "
-                f"{len(sizes)} reports of {num_entries} candidates"
-            )
-        if not num_entries:
-            return None
-        most = vocab_size or np.iinfo(np.int32).max
-        odd = result.ranks[(result.ranks < 1) | (result.ranks > most)]
-        if len(odd):
-            return f"rank {odd[0]}; allowed: 1 to the vocabulary's size"
-        odd = result.candidate_ids[(result.candidate_ids < 0) | (result.candidate_ids >= most)]
-        if len(odd):
-            return f"candidate {odd[0]} is outside of the vocabulary of {most}"
-        most_probable = np.full(len(sizes), ROUNDING)
-        of_beams = self.is_beam[self.num_candidates != NO_CANDIDATES]
-        most_probable[: len(of_beams)][of_beams] = np.inf  # a bias may raise them
-        wrong = result.logprobs[~(result.logprobs <= most_probable.repeat(sizes))]  # NaN, too
-        if len(wrong):
-            return f"a log probability is {wrong[0]}; allowed: at most 0"
-        own = result.candidate_ids[sizes.cumsum() - sizes]
-        right = np.concatenate([result.token_ids[self.reported_samples], *scored_tokens])
-        right[: len(of_beams)][of_beams] = own[: len(of_beams)][of_beams]  # no token was chosen
-        if (own != right).any():
-            place = int((own != right).argmax())
-            return f"a report is on token {own[place]} instead of {right[place]}"
-        return None
 
     def scores(self, result: StepResult) -> Iterator[TokenScore]:
         """The K reports of a result."""

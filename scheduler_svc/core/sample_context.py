@@ -3,7 +3,7 @@ report, the history that penalties see, and biases. Rows that ask for nothing co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -79,16 +79,14 @@ def _add_histories(context: Context, step: InFlight, samples: npt.NDArray[np.int
     tokens: list[Int32] = []
     counts: list[Int32] = []
     lengths = np.zeros(len(step.sampled), np.int32)
-    for sample in samples.tolist():
-        request, drafts, is_last_unknown = _before(step, sample)
+    for sample, request, _, drafts, is_last_unknown in _before(step, samples):
         distinct, times = history_of(request).entries(drafts)
         tokens.append(distinct)
         counts.append(times)
-        lengths[sample] = len(distinct)
+        lengths[sample] = len(distinct) + is_last_unknown
         if is_last_unknown:
             tokens.append(_UNKNOWN)
             counts.append(_ONCE)
-            lengths[sample] += 1
     context["history_start"] = starts(lengths)
     context["history_tokens"] = np.concatenate(tokens)
     context["history_counts"] = np.concatenate(counts)
@@ -97,9 +95,8 @@ def _add_histories(context: Context, step: InFlight, samples: npt.NDArray[np.int
 def _add_biases(context: Context, step: InFlight, samples: npt.NDArray[np.intp]) -> None:
     found: list[Entries] = []
     lengths = np.zeros(len(step.sampled), np.int32)
-    for sample in samples.tolist():
-        request, drafts, is_last_unknown = _before(step, sample)
-        num_output_tokens = int(step.sample_ends[sample]) - request.num_prompt_tokens
+    for sample, request, position, drafts, is_last_unknown in _before(step, samples):
+        num_output_tokens = position - request.num_prompt_tokens
         entries = biases_of(request).entries(
             num_output_tokens, request.token_ids, drafts, is_last_unknown
         )
@@ -112,16 +109,19 @@ def _add_biases(context: Context, step: InFlight, samples: npt.NDArray[np.intp])
     context["bias"] = np.concatenate(bias)
 
 
-def _before(step: InFlight, sample: int) -> tuple[Request, Sequence[int], bool]:
-    """The sample's request; the draft tokens between its known tokens and the sample; and whether
-    there is a token that only the device knows."""
-    place = int(step.sampled_for[sample])
-    request = step.requests[place]
-    num_more = int(step.sample_ends[sample]) - len(request.token_ids)
-    drafts = step.drafts.get(place, ())[:num_more]
-    num_unknown = num_more - len(drafts)
-    assert num_unknown in (0, 1), f"{num_unknown} unknown tokens before a sample of {request.name}"
-    return request, drafts, num_unknown > 0
+def _before(
+    step: InFlight, samples: npt.NDArray[np.intp]
+) -> Iterator[tuple[int, Request, int, Sequence[int], bool]]:
+    """Of each sample: its index, request and position; the draft tokens between its known tokens
+    and it; and whether there is a token that only the device knows."""
+    places, ends = step.sampled_for[samples].tolist(), step.sample_ends[samples].tolist()
+    for sample, place, end in zip(samples.tolist(), places, ends, strict=True):
+        request = step.requests[place]
+        num_more = end - len(request.token_ids)
+        drafts = step.drafts.get(place, ())[:num_more] if num_more else ()
+        num_unknown = num_more - len(drafts)
+        assert num_unknown in (0, 1), f"{num_unknown} unknown tokens before {request.name}'s sample"
+        yield sample, request, end, drafts, num_unknown == 1
 
 
 def history_of(request: Request) -> History:

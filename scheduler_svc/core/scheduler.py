@@ -22,11 +22,12 @@ from scheduler_svc.core.pack import pack
 from scheduler_svc.core.policies import FIFO, STATIC, Policy
 from scheduler_svc.core.request import FinishReason, NewRequest, Request, RequestState
 from scheduler_svc.core.state import State
-from scheduler_svc.core.step.absorb import Absorbed, absorb, why_not_the_result
+from scheduler_svc.core.step.absorb import Absorbed, absorb
 from scheduler_svc.core.step.batch import Batch
 from scheduler_svc.core.step.fill import fill_by_phase
 from scheduler_svc.core.step.launch import launch
 from scheduler_svc.core.step.overtaking import make_room
+from scheduler_svc.core.step.result_check import why_not_the_result
 from scheduler_svc.core.step.shortage import relieve
 from scheduler_svc.core.step.static_batches import StaticState, fill_static_batch
 

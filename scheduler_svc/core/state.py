@@ -23,6 +23,7 @@ from protos.plan import Int32
 from scheduler_svc.core.beams import BeamGroup, Search
 from scheduler_svc.core.limits import NO_MEMORY, Geometry, Limits
 from scheduler_svc.core.lock_step import gather_beams, preempt_beams
+from scheduler_svc.core.memory.cache_events import CacheEvents
 from scheduler_svc.core.memory.kv_memory import KvMemory, Transfers
 from scheduler_svc.core.pending import PendingQueue
 from scheduler_svc.core.policies import Policy
@@ -117,10 +118,18 @@ class State:
         self.next_ticket = 0
         self.next_step_id = 0
         self.in_flight: deque[InFlight] = deque()
+        self.cache_events: CacheEvents | None = None  # None = nobody has listened yet
         # running, but beyond the last plan's cache budget; longest wait first
         self.left_out: tuple[Request, ...] = ()
         self.step_cost = StepCost(aim_of(limits.target_step_ms, geometry.device), geometry.device)
         self._set_memory(geometry)
+
+    def listen_to_cache(self) -> CacheEvents:
+        """Records what the prefix cache stores and drops, from the first call on."""
+        if self.cache_events is None:
+            self.cache_events = CacheEvents()
+            self.memory.prefix_cache.report_to(self.cache_events)
+        return self.cache_events
 
     @property
     def plans_allowed(self) -> int:
@@ -131,6 +140,8 @@ class State:
         self.geometry = geometry
         num_rows = self.limits.max_requests_per_batch
         self.memory = KvMemory(geometry, num_rows, geometry.pool_tokens(self.holds_ended))
+        if self.cache_events is not None:
+            self.memory.prefix_cache.report_to(self.cache_events)
         self.rows = Rows(num_rows)
         # what was learned of the same device stays valid
         if geometry.groups and geometry.device != self.step_cost.device:
@@ -146,7 +157,7 @@ class State:
         assert new.n == 1 or new.max_tokens, f"n is {new.n} with max_tokens 0; allowed: 1"
         num_members = new.n if new.beams is None else new.beams.width
         assert new.beams is None or (new.n == 1 and new.max_tokens and not self.holds_ended)
-        assert new.beams is None or not (new.output_token_ids or new.speculate)
+        assert new.beams is None or not (new.output_token_ids or new.speculate or new.index)
         token_ids = [*new.prompt_token_ids, *new.output_token_ids]
         first = Request(
             request_id=new.request_id,

@@ -30,13 +30,16 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.state import State
 from scheduler_svc.core.wedge import describe, loosen, stuck
 from scheduler_svc.engine.answers import Answers
+from scheduler_svc.engine.cache_feed import CacheFeed
 from scheduler_svc.engine.events import Event, Status, Submission, check_fits
+from scheduler_svc.engine.masks import Masks
 from scheduler_svc.engine.step_feed import StepFeed
 from scheduler_svc.engine.views import count_by_state
 from scheduler_svc.engine.worker_link import WorkerLink, WorkerMessage
 from scheduler_svc.engine.worker_session import WorkerSession
 from scheduler_svc.errors import (
     ChairliftError,
+    ConstraintFailed,
     DuplicateRequest,
     QueueFull,
     RequestFailed,
@@ -73,6 +76,7 @@ class Engine:
         Timeouts are in seconds; a `step_timeout` of 0 never expires.
         """
         self.steps = StepFeed(clock)
+        self.cache_feed = CacheFeed()
         self._link = link
         self._deliver: Callable[[list[Event]], None] = lambda events: None
         self._on_status: Callable[[Status], None] = lambda status: None
@@ -95,6 +99,12 @@ class Engine:
             clock,
         )
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._masks = Masks(
+            self._state,
+            lambda request, why: self._fail(request.request_id, why, ConstraintFailed),
+            self._inbox.put,
+            clock,
+        )
         self._questions: deque[Command] = deque()  # may take long, and are not urgent
         self._thread: threading.Thread | None = None
         self._is_stopping = False
@@ -174,11 +184,13 @@ class Engine:
     def turn(self, timeout: float) -> None:
         """Waits up to `timeout` seconds for a command, then does everything that is due."""
         self._run_commands(timeout)
+        self._masks.advance()
         self._answer_questions()
         self._session.check_timeouts()
         self._plan()
         self._make_text()
         self._deliver_events()
+        self.cache_feed.forward(self._state)
         self._session.count(*count_by_state(self._state))
         self._check_if_idle()
 
@@ -222,6 +234,8 @@ class Engine:
             self._answers.refuse(new.request_id, error)
             return
         family = self._scheduler.submit(new)
+        if submission.matcher is not None:
+            self._masks.add(new.request_id, submission.matcher)
         texts: Sequence[Any] = submission.texts or [None] * len(family)
         for request, text in zip(family, texts, strict=True):
             self._answers.add(request, text, submission.is_streamed, submission.unsent_text)
@@ -277,6 +291,8 @@ class Engine:
                 for request in step.admitted:
                     self._answers.note_scheduled(request)
                 self._session.send(link_pb2.Envelope(), plan)
+                if plan.awaits_mask:
+                    self._masks.begin(step, self._session.sender())
                 self.steps.planned(self._state, step)
             elif self._state.requests and not self._state.in_flight:
                 self._loosen()
@@ -315,4 +331,5 @@ class Engine:
     def _stop(self) -> None:
         for answer in self._answers:
             self._fail(answer.request.request_id, "the server is stopping", Unavailable)
+        self._masks.close()
         self._is_stopping = True

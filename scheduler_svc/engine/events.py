@@ -14,6 +14,7 @@ from scheduler_svc.core.request import FinishReason, NewRequest, TokenScore
 from scheduler_svc.errors import ChairliftError, RequestRejected
 
 if TYPE_CHECKING:
+    from scheduler_svc.grammar.matcher import Matcher
     from scheduler_svc.text.text import OutputText
 
 
@@ -61,6 +62,7 @@ class Submission:
     is_streamed: bool = True  # False: one delta per sibling, at its end
     unsent_text: str = ""  # of a resumed answer, whose tokens its text has read
     end: Finished | None = None  # of a resumed answer that has all its tokens; not for the engine
+    matcher: Matcher | None = None  # of the grammar; each sibling gets a copy
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,16 @@ class WorkerSession:
             message.worker_boot_id = self._serving.boot_id
             self._link.send(message, plan)
 
+    def sender(self) -> Callable[[link_pb2.Envelope], None]:
+        """Sends to the worker that serves now, and to none after it; for any thread."""
+        boot_id = 0 if self._serving is None else self._serving.boot_id
+
+        def send(message: link_pb2.Envelope) -> None:
+            message.worker_boot_id = boot_id
+            self._link.send(message)
+
+        return send
+
     def check_timeouts(self) -> None:
         """Ends the sessions of workers that have been silent, or stuck in a step, for too long."""
         now = self._clock()

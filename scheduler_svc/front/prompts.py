@@ -6,7 +6,6 @@ the prompt's length is done before that length has been checked.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -14,11 +13,10 @@ from protos import inference_pb2 as pb
 from scheduler_svc.core.limits import longest_request
 from scheduler_svc.engine.events import ModelFacts
 from scheduler_svc.errors import RequestRejected
+from scheduler_svc.front.chats import chat_of
 from scheduler_svc.front.served_model import Model
 from scheduler_svc.text.prompt_length import TokenLimit
 
-# The template decides which roles exist, but it may build a control token from one.
-ROLE: Final = re.compile(r"[\w .-]{0,64}")
 MAX_CONVERTED_TOKENS: Final = 1 << 18  # by Tokenize and Detokenize; more in longer contexts
 
 
@@ -40,8 +38,7 @@ def prompt_token_ids(
                 raise RequestRejected("text", "", "at least one character")
             ids = model.tokenizer.encode(request.text, add_special_tokens, limit)
         case "chat":
-            _check_length(len(request.chat.messages), limit, "chat.messages")
-            ids = model.tokenizer.encode_chat(chat_messages(request.chat), limit)
+            ids = model.tokenizer.encode_chat(chat_of(request.chat, limit), limit)
         case "tokens" if isinstance(request, pb.GenerateRequest):
             _check_length(len(request.tokens.ids), limit, "the prompt in tokens")
             ids = list(request.tokens.ids)
@@ -67,21 +64,6 @@ def detokenize(request: pb.DetokenizeRequest, model: Model) -> str:
     facts = model.facts
     check_token_ids("token_ids", ids, max(facts.vocab_size, facts.num_embeddings))
     return model.tokenizer.decode(ids, skips_special)
-
-
-def chat_messages(chat: pb.ChatMessages) -> list[dict[str, str]]:
-    if not chat.messages:
-        raise RequestRejected("chat.messages", [], "at least one message")
-    messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-    for index, message in enumerate(messages):
-        if ROLE.fullmatch(message["role"]) is None:
-            raise RequestRejected(
-                f"chat.messages[{index}].role",
-                message["role"],
-                "up to 64 letters, digits, spaces, '_', '-' and '.'; the model's chat template "
-                "defines the roles",
-            )
-    return messages
 
 
 def prompt_bytes(request: pb.GenerateRequest | pb.TokenizeRequest) -> int:

@@ -14,6 +14,15 @@ from typing import Any, Final
 import numpy as np
 
 from protos import inference_pb2 as pb
+from protos.api_fields import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+)
 from protos.sampling import SAMPLER_FIELDS, SAMPLING_FIELDS
 from scheduler_svc.core.request import BeamSearch, Sampling
 from scheduler_svc.engine.events import ModelFacts
@@ -22,13 +31,6 @@ from scheduler_svc.front.prompts import check_token_ids
 from scheduler_svc.front.served_model import Model
 from scheduler_svc.text.tokenizer import Tokenizer
 
-MAX_STOPS: Final = 64
-MAX_STOP_CHARS: Final = 1024
-MAX_STOP_TOKEN_IDS: Final = 256
-MAX_LOGIT_BIASES: Final = 1024
-MAX_LOGIT_BIAS: Final = 100.0
-MAX_BAD_WORDS: Final = 128
-MAX_BAD_WORD_CHARS: Final = 128
 # Scores of a prompt are sent once all are known: with 128 bytes each, no request holds more than
 # 128 MiB of them.
 MAX_PROMPT_CANDIDATES: Final = 1 << 20

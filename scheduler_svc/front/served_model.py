@@ -13,10 +13,12 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from scheduler_svc.engine.events import ModelFacts, Status
 from scheduler_svc.errors import Unavailable
+from scheduler_svc.grammar.grammars import Grammars
 from scheduler_svc.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,13 @@ class Model:
     name: str  # what clients see
     facts: ModelFacts
     tokenizer: Tokenizer
+    grammars: Grammars
+
+    @classmethod
+    def of(cls, name: str, facts: ModelFacts, tokenizer: Tokenizer) -> Self:
+        """A model whose grammars are yet to be prepared."""
+        grammars = Grammars(tokenizer.to_json, facts.vocab_size, tokenizer.eos_token_ids)
+        return cls(name, facts, tokenizer, grammars)
 
 
 class ServedModel:
@@ -122,7 +131,7 @@ class ServedModel:
 
     def _follow(self, facts: ModelFacts) -> None:
         if self._model is not None and self._model.facts.model_path == facts.model_path:
-            self._model = Model(self._name, facts, self._model.tokenizer)
+            self._set_model(facts, self._model.tokenizer)
         elif self._loading != facts.model_path:
             self._model = None
             self._load_error = None
@@ -156,8 +165,27 @@ class ServedModel:
         if isinstance(outcome, str):
             self._load_error = outcome
         elif facts is not None:
-            self._model = Model(self._name, facts, outcome)
+            self._set_model(facts, outcome)
         self._announce()
+
+    def _set_model(self, facts: ModelFacts, tokenizer: Tokenizer) -> None:
+        """Keeps the grammars where they fit. Else they are prepared in a thread: that takes a
+        while, and only constrained requests wait for it."""
+        old = self._model
+        if old is not None and (old.tokenizer, old.facts.vocab_size) == (
+            tokenizer,
+            facts.vocab_size,
+        ):
+            self._model = replace(old, facts=facts)
+            return
+        self.close()
+        self._model = Model.of(self._name, facts, tokenizer)
+        threading.Thread(target=self._model.grammars.prepare, name="grammars", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends what the model's grammars have started."""
+        if self._model is not None:
+            self._model.grammars.close()
 
     def _announce(self) -> None:
         self._changed.set()

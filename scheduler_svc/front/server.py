@@ -8,6 +8,7 @@ drain_grace, and stops. What a call does is up to the services.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
 import signal
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from protos import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from scheduler_svc.errors import Unavailable
 from scheduler_svc.front import background
 from scheduler_svc.front.admin_service import AdminService
+from scheduler_svc.front.generations import Generations
 from scheduler_svc.front.inference_service import InferenceService
 from scheduler_svc.front.served_model import ServedModel
 from scheduler_svc.front.statuses import StatusInterceptor
@@ -90,14 +92,21 @@ class Server:
                 ("grpc.max_send_message_length", config.max_message_bytes),
             ],
         )
-        inference = InferenceService(config, engine, self._streams, self.served)
+        generations = Generations(config, engine, self._streams, self.served)
+        inference = InferenceService(config, engine, self._streams, self.served, generations)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, self._grpc)
         admin = AdminService(engine, self._streams)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        reflection.enable_server_reflection(
-            [INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME], self._grpc
-        )
+        names = [INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        self._ready_names = [INFERENCE]  # whose health is that of the model
+        if importlib.util.find_spec("smg_grpc_proto") is not None:
+            from scheduler_svc.gateway import vllm_service
+
+            shared = (config, engine, self._streams, self.served, generations)
+            self._ready_names.append(vllm_service.add_to(self._grpc, *shared))
+            names.append(vllm_service.SERVICE)
+        reflection.enable_server_reflection(names, self._grpc)
         self.port = _bind(self._grpc, config.host, config.port)
         self._mirror: asyncio.Task[None] | None = None
 
@@ -109,7 +118,7 @@ class Server:
     async def start(self, on_crash: Callable[[BaseException], None]) -> None:
         """Raises CannotListen when the engine cannot bind the worker link."""
         await self._health.set("", SERVING)
-        await self._health.set(INFERENCE, NOT_SERVING)
+        await self._set_ready(False)
         self._mirror = background.spawn(self._mirror_readiness(), "readiness mirror")
         try:
             self._engine.start(on_crash)
@@ -131,6 +140,7 @@ class Server:
                 await self._grpc.stop(STOP_SECONDS)
             finally:
                 await asyncio.to_thread(self._engine.stop)
+                self.served.close()
 
     async def _drain(self, hurry: asyncio.Event, why: str | None) -> None:
         if self._mirror is not None:
@@ -154,7 +164,11 @@ class Server:
             await self.served.wait_until_ready_is(not is_ready)
             is_ready = not is_ready
             logger.info("%s", "ready" if is_ready else "not ready: waiting for a worker")
-            await self._health.set(INFERENCE, SERVING if is_ready else NOT_SERVING)
+            await self._set_ready(is_ready)
+
+    async def _set_ready(self, is_ready: bool) -> None:
+        for name in self._ready_names:
+            await self._health.set(name, SERVING if is_ready else NOT_SERVING)
 
 
 async def serve(

@@ -29,6 +29,7 @@ from google.protobuf.message import DecodeError
 
 from scheduler_svc.errors import (
     ChairliftError,
+    ConstraintFailed,
     DeadlineExceeded,
     DuplicateRequest,
     NotImplementedYet,
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 STATUS_OF: Final[dict[type[ChairliftError], grpc.StatusCode]] = {
     RequestRejected: grpc.StatusCode.INVALID_ARGUMENT,
+    ConstraintFailed: grpc.StatusCode.INVALID_ARGUMENT,
     NotImplementedYet: grpc.StatusCode.UNIMPLEMENTED,
     DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
     UnknownRequest: grpc.StatusCode.NOT_FOUND,
@@ -51,7 +53,7 @@ STATUS_OF: Final[dict[type[ChairliftError], grpc.StatusCode]] = {
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     RequestFailed: grpc.StatusCode.INTERNAL,
 }
-OWN_METHODS: Final = "/chairlift.v1."
+GUARDED: Final = ("/chairlift.v1.", "/vllm.grpc.engine.")  # not health and reflection
 BUG: Final = "internal error in Chairlift; see the scheduler's log"
 MAX_REQUEST_BYTES: Final = 16 << 20
 MAX_DETAILS_BYTES: Final = 6 << 10  # of a message, percent-encoded; clients allow 8 KiB in all
@@ -61,7 +63,7 @@ DETAILS_KEY: Final = "grpc-status-details-bin"
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps the handlers of chairlift.v1, which are coroutines, and not health and reflection."""
+    """Wraps the handlers of the services that generate, which are coroutines."""
 
     def __init__(self) -> None:
         self._trimmer = Trimmer()
@@ -75,7 +77,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or not method.startswith(OWN_METHODS):
+        if handler is None or not method.startswith(GUARDED):
             return handler
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(

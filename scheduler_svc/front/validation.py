@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
 
 from protos import inference_pb2 as pb
+from protos.api_fields import MAX_ID_CHARS
 from scheduler_svc.core.limits import longest_request
 from scheduler_svc.core.request import NewRequest
 from scheduler_svc.engine.events import ModelFacts, Submission, check_fits
-from scheduler_svc.errors import NotImplementedYet, RequestRejected
+from scheduler_svc.errors import RequestRejected
 from scheduler_svc.front.prompts import prompt_token_ids
 from scheduler_svc.front.resuming import check_resume, check_seed, resume_text
 from scheduler_svc.front.sampling_fields import (
@@ -31,9 +31,9 @@ from scheduler_svc.front.sampling_fields import (
     stop_strings,
 )
 from scheduler_svc.front.served_model import Model
+from scheduler_svc.grammar.constraint import Constraint, read_constraint
+from scheduler_svc.grammar.matcher import Matcher
 from scheduler_svc.text.text import OutputText
-
-MAX_ID_CHARS: Final = 256  # of request_id and of cache_salt
 
 
 def validate(
@@ -44,12 +44,12 @@ def validate(
     max_requests_per_batch: int,
     is_streamed: bool = True,
 ) -> Submission:
-    """Raises RequestRejected or NotImplementedYet. `drawn_seed` is used if none was given."""
+    """Raises RequestRejected. `drawn_seed` is used if none was given."""
     asked = request.sampling
     check_ranges(asked, max_requests_per_batch)
     _check_together(request)
     resumed = check_resume(request, model.facts.vocab_size, max_requests_per_batch)
-    _refuse_unsupported(request)
+    constraint = read_constraint(asked)
     stops = stop_strings(asked)
     if len(request.cache_salt) > MAX_ID_CHARS:
         raise RequestRejected("cache_salt", request.cache_salt, f"up to {MAX_ID_CHARS} characters")
@@ -57,6 +57,12 @@ def validate(
     prompt = prompt_token_ids(request, model)
     max_tokens = _max_tokens(asked, len(prompt), model.facts)
     sampling = sampling_of(asked, drawn_seed, model, len(prompt), max_tokens)
+    matcher = None
+    if constraint is not None:
+        matcher = _matcher(constraint, asked.ignore_eos, resumed, model)
+        # also under ignore_eos, EOS is how a grammar ends an answer that it lets go no further
+        ends = sampling.stop_token_ids.union(model.tokenizer.eos_token_ids)
+        sampling = replace(sampling, stop_token_ids=ends)
     skips_special = given_or(asked, "skip_special_tokens", True)
     decoder, pieces = model.tokenizer.decoder(skips_special), model.tokenizer.pieces(skips_special)
     hidden = _hidden_tokens(stops, model) if skips_special else {}
@@ -86,14 +92,15 @@ def validate(
         output_token_ids=resumed,
         index=request.resume.index,
         prompt_logprobs=prompt_candidates(asked, model.facts, len(prompt)),
+        is_constrained=matcher is not None,
     )
     if not request.HasField("resume"):
-        return Submission(new, texts, is_streamed)
+        return Submission(new, texts, is_streamed, matcher=matcher)
     check_seed(asked, new)
     unsent_text, end = resume_text(new, texts[0], request.resume.text_length)
     if resumed or new.index:
         new = replace(new, prompt_logprobs=None)  # they came with the first delta of sibling 0
-    return Submission(new, texts, is_streamed, unsent_text, end)
+    return Submission(new, texts, is_streamed, unsent_text, end, matcher)
 
 
 def check_request_id(request_id: str) -> None:
@@ -134,9 +141,6 @@ def _check_together(request: pb.GenerateRequest) -> None:
     if asked.speculate:
         allowed = f"0, with beam_width {asked.beam_width}"
         raise RequestRejected("sampling.speculate", asked.speculate, allowed)
-    if constraint:
-        allowed = f"unset, with beam_width {asked.beam_width}"
-        raise RequestRejected(f"sampling.{constraint}", getattr(asked, constraint), allowed)
 
 
 def constraint_of(asked: pb.SamplingParams) -> str:
@@ -145,16 +149,19 @@ def constraint_of(asked: pb.SamplingParams) -> str:
     return "" if name == "json_object" and not asked.json_object else name
 
 
-def _refuse_unsupported(request: pb.GenerateRequest) -> None:
-    """Raises NotImplementedYet for what is still to come."""
-    asked = request.sampling
-    constraint = constraint_of(asked)
-    wanted = {
-        f"sampling.{constraint}": constraint != "",
-    }
-    if any(wanted.values()):
-        names = ", ".join(name for name, is_wanted in wanted.items() if is_wanted)
-        raise NotImplementedYet(f"{names}: not supported yet; leave unset")
+def _matcher(
+    constraint: Constraint, ignores_eos: bool, resumed: Sequence[int], model: Model
+) -> Matcher:
+    """Raises RequestRejected."""
+    grammar = model.grammars.compile(constraint)
+    has_ended = resumed and resumed[-1] in model.tokenizer.eos_token_ids
+    if not grammar.allows(resumed[:-1] if has_ended else resumed):
+        raise RequestRejected(
+            "resume.output_token_ids",
+            f"{len(resumed)} tokens",
+            f"the beginning of an answer that {constraint.field} allows",
+        )
+    return Matcher(grammar, ignores_eos)
 
 
 def _hidden_tokens(stops: Sequence[str], model: Model) -> dict[int, str]:

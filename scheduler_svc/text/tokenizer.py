@@ -18,8 +18,13 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from tokenizers import decoders
 
 from scheduler_svc.errors import RequestRejected
-from scheduler_svc.text.chat_template import ChatTemplate, NoChatTemplate
-from scheduler_svc.text.control_tokens import ControlTokens, encode_middles, unmarked
+from scheduler_svc.text.chat_template import Chat, ChatTemplate, NoChatTemplate
+from scheduler_svc.text.control_tokens import (
+    ControlTokens,
+    encode_middles,
+    strings_in,
+    unmarked,
+)
 from scheduler_svc.text.model_defaults import eos_token_ids, model_defaults
 from scheduler_svc.text.prompt_length import TokenLimit, refuse_if_too_long, token_bytes_of
 from scheduler_svc.text.text import Decode, Pieces
@@ -89,23 +94,20 @@ class Tokenizer:
             self._refuse_if_too_long("text", text, limit)
         return self._encode_all([text], add_special_tokens)[0]
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], limit: TokenLimit | None = None
-    ) -> list[int]:
+    def encode_chat(self, chat: Chat, limit: TokenLimit | None = None) -> list[int]:
         """Renders and encodes the model's chat template, up to where the answer begins. Special
-        tokens are the template's own; those spelled in messages are ordinary text. `limit` as in
-        `encode`. Raises RequestRejected if there is no template, or if it refuses the messages.
+        tokens are the template's own; those spelled in the chat are ordinary text. `limit` as in
+        `encode`. Raises RequestRejected if there is no template, or if it refuses the chat.
         """
         if self._template is None:
             raise RequestRejected("chat", "given", f"text or tokens: {self._why_no_template}")
         max_chars = MAX_RENDERED_CHARS
         if limit is not None:
-            self._refuse_long_messages(messages, limit)
+            num_chars = self._refuse_long_texts(chat, limit)
             if self._token_bytes is not None:
-                num_chars = sum(len(message["content"]) for message in messages)
                 max_chars = num_chars + limit.tokens * self._token_bytes.longest
-        marked = self._control_tokens.mark(messages)
-        rendered = self._template.render(marked or messages, max_chars)
+        marked = self._control_tokens.mark(chat)
+        rendered = self._template.render(marked or chat, max_chars)
         if limit is not None:
             self._refuse_if_too_long("chat", unmarked(rendered), limit)
         if marked is None:
@@ -115,15 +117,22 @@ class Tokenizer:
         except ValueError as error:
             raise RequestRejected("chat.messages", "given", f"other messages: {error}") from error
 
-    def _refuse_long_messages(
-        self, messages: Sequence[Mapping[str, str]], limit: TokenLimit
-    ) -> None:
-        """Checks the messages before the template reads them."""
-        if self._token_bytes is not None:
-            num_bytes = sum(self._token_bytes.count(message["content"]) for message in messages)
-            self._token_bytes.check("chat.messages", num_bytes, limit)
-        for index, message in enumerate(messages):
-            self._refuse_if_too_long(f"chat.messages[{index}].content", message["content"], limit)
+    def _refuse_long_texts(self, chat: Chat, limit: TokenLimit) -> int:
+        """Checks the chat's texts before the template reads them; returns their characters."""
+        said = [message["content"] for message in chat.messages]
+        num_chars = 0
+        for name, value in (
+            ("messages", said), ("tools", chat.tools), ("chat_template_kwargs", chat.variables)
+        ):  # fmt: skip
+            texts = list(strings_in(value))
+            num_chars += sum(map(len, texts))
+            if self._token_bytes is not None:
+                num_bytes = sum(map(self._token_bytes.count, texts))
+                self._token_bytes.check(f"chat.{name}", num_bytes, limit)
+        for index, content in enumerate(said):
+            for text in strings_in(content):
+                self._refuse_if_too_long(f"chat.messages[{index}].content", text, limit)
+        return num_chars
 
     def _refuse_if_too_long(self, field: str, text: str, limit: TokenLimit) -> None:
         refuse_if_too_long(
@@ -140,6 +149,11 @@ class Tokenizer:
     def encode_middles(self, texts: Sequence[str]) -> list[list[int]]:
         """Encodes each as a part of a longer text, without what a text begins with."""
         return encode_middles(texts, self._encode_all)
+
+    def to_json(self) -> str:
+        """As a tokenizer.json."""
+        text: str = self._rust.to_str()
+        return text
 
     def token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it; None for an unknown id."""

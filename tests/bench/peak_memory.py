@@ -19,10 +19,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from protos import link_pb2
+from protos.plan import StepPlan
 from scheduler_svc.core.request import Sampling
 from tests.support import tiny_models
 from tests.support.core_driver import CoreDriver
+from tests.support.plan_builder import COMPUTED, plan_of
 from tests.support.promised_geometry import promised_geometry
+from tests.support.sampled_steps import mask_message
 from worker.attention.interface import ATTENTION_NAME, register
 from worker.memory.pool_size import plan_memory
 from worker.model.load import LoadedModel
@@ -97,6 +100,37 @@ def _run_full_steps(runner: Runner) -> None:
     core.submit_prompts(*[range(1, 17)] * 32, sampling=Sampling(1.0, top_p=0.999))
     for plan in (*others, *core.plans_without_model()):
         runner.launch(plan).wait()
+    full = _with_all_logits(first_chunk, runner)
+    mask = mask_message(full.step_id, {i: range(9) for i in range(512)}, _WIDE["vocab_size"])
+    runner.launch(full, lambda: mask).wait()
+
+
+def _with_all_logits(chunk: StepPlan, runner: Runner) -> StepPlan:
+    """The chunk with as many logits as a step may have, all of them sampled under penalties and a
+    mask, and all of them scored."""
+    count = runner.ready().max_logits
+    assert count == len(chunk.token_ids) == 512
+    each = np.arange(count)
+    return replace(
+        plan_of(
+            chunk.step_id,
+            **{name: getattr(chunk, name) for name in COMPUTED},
+            logits_indices=each,
+            sample_logits=each,
+            sample_rows=np.repeat(chunk.rows, count),
+            temperature=np.ones(count),
+            top_p=np.full(count, 0.999),
+            repetition_penalty=np.full(count, 1.1),
+            num_candidates=np.full(count, 20),
+            score_logits=each,
+            score_tokens=each,
+            score_candidates=np.full(count, 20),
+            history_start=100 * np.arange(count + 1),
+            history_tokens=np.tile(np.arange(100), count),
+            history_counts=np.ones(100 * count),
+        ),
+        awaits_mask=True,
+    )
 
 
 def _forget_peak() -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import traceback
 from pathlib import Path
 
 import grpc
@@ -227,3 +229,22 @@ def test_wait_ready_gives_up(chairlift: Chairlift, engine: FakeEngine, nobody: s
 def test_a_large_answer_arrives(chairlift: Chairlift) -> None:
     """grpc refuses messages over 4 MiB unless told otherwise; prompt_logprobs are larger."""
     assert len(chairlift.detokenize([120] * (5 << 20))) == 5 << 20
+
+
+def test_ctrl_c_leaves_the_connection_usable(chairlift: Chairlift) -> None:
+    """Ctrl-C interrupts the main thread wherever it waits; within gRPC it may keep a lock, and the
+    notebook cell after the one that was interrupted would hang."""
+    stream = chairlift.generate("silent")
+    files: list[str] = []
+
+    def look() -> None:
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        files.extend(entry.filename for entry in traceback.extract_stack(frame))
+        stream.cancel()
+
+    timer = threading.Timer(0.3, look)
+    timer.start()
+    assert list(stream) == []
+    timer.join()
+    assert any(name.endswith("blocking_stream.py") for name in files)
+    assert [name for name in files if "/grpc/" in name] == []

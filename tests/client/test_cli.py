@@ -290,8 +290,8 @@ def read_terminal(descriptor: int) -> Iterator[bytes]:
 
 
 def test_chat_remembers(address: str, engine: FakeEngine) -> None:
-    """The model sees the whole conversation, until /reset."""
-    given = "Hello\nAgain\n/reset\nNew\n"
+    """The model sees the whole conversation, until /clear."""
+    given = "Hello\nAgain\n/clear\nNew\n"
     done = chairlift("chat", "--system", "S", "--address", address, given=given)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "you said: Hello\nyou said: Again\n(new conversation)\nyou said: New\n"

@@ -27,6 +27,8 @@ TRAILERS = (
         ("DEADLINE_EXCEEDED", "Deadline Exceeded", DeadlineExceeded, "the timeout passed before"),
         ("UNAVAILABLE", "Stream removed (Deadline Exceeded)", DeadlineExceeded, "the timeout"),
         ("UNAVAILABLE", "Stream removed (Socket closed)", Unavailable, "h:1 broke before the"),
+        ("UNKNOWN", "Stream removed", Unavailable, "is the server still running?"),
+        ("INTERNAL", "Received RST_STREAM with error code 2", Unavailable, "broke before the"),
         ("UNAVAILABLE", "Socket closed", Unavailable, "is the server still running?"),
         ("UNAVAILABLE", "errors resolving h:1: [x]", Unreachable, "answers at h:1: start"),
         ("UNAVAILABLE", "draining: try later", Unavailable, "draining: try later"),

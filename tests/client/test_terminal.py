@@ -59,6 +59,15 @@ def test_control_characters_are_spelled_out() -> None:
         r"\u001b]0;title\u0007\u001b[2J\u009b31m\u007f\u0008\u000dend"
     )  # the forms that JSON knows
     assert escape_controls("naïve 😀\ttab\nline\u2028") == "naïve 😀\ttab\nline\u2028"
+    assert escape_controls("\u202eevil\u2066x") == r"\u202eevil\u2066x"  # they reorder the text
+
+
+@pytest.mark.parametrize("cut", range(len(HOSTILE) + 1))
+def test_no_sequence_comes_together_from_two_deltas(cut: int) -> None:
+    """A stream may end a delta within one."""
+    parts = escape_controls(HOSTILE[:cut]) + escape_controls(HOSTILE[cut:])
+    assert parts == escape_controls(HOSTILE)
+    assert parts.isprintable()
 
 
 @pytest.mark.parametrize(
@@ -106,7 +115,7 @@ def test_odd_bytes_are_named(address: str, engine: FakeEngine) -> None:
     assert not engine.requests
     done = chairlift("chat", "--address", address, given=latin + b"\nHello\n")
     assert done.stdout == b"you said: Hello\n"
-    assert b"this line was not sent: byte 0xe9 after 3 characters" in done.stderr
+    assert b"this message was not sent: byte 0xe9 after 3 characters" in done.stderr
 
 
 def test_odd_locales(address: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -22,10 +23,16 @@ PROMPT = list(range(100, 121))  # 21 tokens: five pages and one more
 class Core:
     """A core whose worker knows that token t has the log probability -t / 1000."""
 
-    def __init__(self, policy: str = "fifo", max_logits: int = 0, **fields: object) -> None:
+    def __init__(
+        self,
+        policy: str = "fifo",
+        max_logits: int = 0,
+        propose: Callable[[Request], list[int]] = lambda _: [],
+        **fields: object,
+    ) -> None:
         self.setup = Setup(policy=policy, **fields)  # type: ignore[arg-type]
         geometry = replace(self.setup.geometry(), max_logits=max_logits)
-        self.scheduler = Scheduler(self.setup.limits(), geometry, POLICIES[policy])
+        self.scheduler = Scheduler(self.setup.limits(), geometry, POLICIES[policy], propose)
         self.state = self.scheduler.state
         self.max_logits = max_logits
 
@@ -37,8 +44,8 @@ class Core:
         plan = self.scheduler.plan()
         assert plan is not None
         if self.max_logits:
-            assert len(plan.score_tokens) + len(plan.sample_rows) <= self.max_logits
             assert len(plan.logits_indices) <= self.max_logits
+            assert len(plan.sample_rows) <= max(self.max_logits, self.setup.max_requests)
         before = plan.logits_indices[plan.score_logits]
         inside = ~np.isin(before + 1, plan.query_start_loc)  # the next token is in the step, too
         assert (plan.token_ids[before[inside] + 1] == plan.score_tokens[inside]).all()
@@ -193,24 +200,32 @@ def test_no_step_needs_more_logits_than_the_worker_has(policy: str, max_logits: 
             assert_scored(request)
 
 
-def test_drafts_leave_logits_for_prompts() -> None:
-    """Draft tokens take what scores need, or more than there is."""
-    core = Core(max_logits=14, max_requests=4)
-    (drafting,) = core.scheduler.submit(NewRequest("d", [1, 2], 50, speculate=9))
+@pytest.mark.parametrize(
+    ("max_logits", "max_batch_tokens", "num_drafts", "num_scores"),
+    [(14, 64, 7, 6), (4, 64, 2, 1), (64, 64, 9, 20), (4, 4, 1, 2)],
+)
+def test_drafts_and_prompts_share_the_logits(
+    max_logits: int, max_batch_tokens: int, num_drafts: int, num_scores: int
+) -> None:
+    """Draft tokens take what scores need, or the row of who waits; or scores are cut although the
+    worker has logits for all tokens of a step."""
+    core = Core(max_logits=max_logits, max_requests=4, max_batch_tokens=max_batch_tokens,
+                propose=lambda request: [1] * 9)  # fmt: skip
+    core.scheduler.submit(NewRequest("d", [1, 2], 50, speculate=9))
     core.absorb(core.plan())
-    core.scheduler.draft(drafting, [1] * 9)
     core.submit("a")
     plan = core.plan()
-    assert len(plan.sample_rows) == 1 + 5
-    assert len(plan.score_tokens) == 5 + 1
+    assert len(plan.sample_rows) == 1 + num_drafts
+    assert len(plan.score_tokens) == num_scores
 
 
-def test_without_a_bound_a_step_scores_whole_prompts() -> None:
-    """A thousand scoring requests take a thousand steps."""
-    core = Core(max_batch_tokens=64, max_requests=8)
-    for number in range(30):
+@pytest.mark.parametrize("max_logits", [0, 64])
+def test_many_requests_score_at_the_speed_of_prompts(max_logits: int) -> None:
+    """Scores are counted against what samples need, and steps stay half empty."""
+    core = Core(max_logits=max_logits, max_batch_tokens=64, max_requests=64)
+    for number in range(200):
         core.submit(f"r{number}", prompt_logprobs=0)
-    assert len(core.run()) == -(-30 * 21 // 64)
+    assert len(core.run()) == -(-200 * 21 // 64)
 
 
 def test_a_request_that_has_ended_is_not_scored() -> None:
@@ -232,16 +247,14 @@ def test_one_token_has_nothing_to_score() -> None:
 
 
 WRONG = {
-    "too few ranks": ({"ranks": np.ones(20, np.int32)}, "20 ranks"),
-    "no entries": ({"candidate_ids": np.zeros(0, np.int32)}, "0 candidates"),
-    "rank 0": ({"ranks": np.arange(21, dtype=np.int32)}, "rank 0"),
-    "rank": ({"ranks": np.full(21, 201, np.int32)}, "rank 201"),
-    "candidate": ({"candidate_ids": np.full(42, 200, np.int32)}, "candidate 200"),
-    "negative": ({"candidate_ids": np.full(42, -1, np.int32)}, "candidate -1"),
-    "nan": ({"logprobs": np.full(42, np.nan, np.float32)}, "nan"),
-    "positive": ({"logprobs": np.full(42, 0.1, np.float32)}, "0.1"),
-    "infinite": ({"logprobs": np.full(42, np.inf, np.float32)}, "inf"),
-    "another token": ({"candidate_ids": np.full(42, 5, np.int32)}, "token 5 instead of 0"),
+    "rank 0": ("ranks", 3, 0, "a rank is 0"),
+    "rank": ("ranks", 3, 202, "a rank is 202"),
+    "candidate": ("candidate_ids", 3, 200, "candidate 200"),
+    "negative": ("candidate_ids", 3, -1, "candidate -1"),
+    "another token": ("candidate_ids", 2, 5, "token 5 where 101"),
+    "nan": ("logprobs", 3, np.nan, "nan"),
+    "positive": ("logprobs", 3, 0.5, "0.5"),
+    "infinite": ("logprobs", 3, np.inf, "inf"),
 }
 
 
@@ -250,12 +263,46 @@ def test_a_report_that_contradicts_the_plan_is_refused(name: str) -> None:
     """A broken worker's numbers reach a client, or crash the engine."""
     core = Core()
     core.submit("a", 1, sampling=Sampling(logprobs=1))
-    right = answered(core.plan())
-    changes, why = WRONG[name]
-    assert core.scheduler.why_invalid(right, 200) is None
-    wrong = core.scheduler.why_invalid(replace(right, **changes), 200)  # type: ignore[arg-type]
-    assert wrong is not None
-    assert why in wrong
+    result = answered(core.plan())
+    array, place, value, why = WRONG[name]
+    assert core.scheduler.why_invalid(result, 200) is None
+    getattr(result, array)[place] = value
+    assert why in (core.scheduler.why_invalid(result, 200) or "")
+
+
+@pytest.mark.parametrize("array", ["ranks", "candidate_ids", "logprobs"])
+def test_too_few_reports_are_refused(array: str) -> None:
+    """They end in the middle of a prompt, and the engine crashes."""
+    core = Core()
+    core.submit("a", 1, sampling=Sampling(logprobs=1))
+    result = answered(core.plan())
+    short = replace(result, **{array: getattr(result, array)[:-1]})
+    assert "21 reports of 42" in (core.scheduler.why_invalid(short, 200) or "")
+
+
+def test_reports_of_a_row_that_is_not_finite_may_be_anything() -> None:
+    """One request's NaN ends the worker's session, and everybody waits for the next one."""
+    core = Core()
+    broken, sound = core.submit("a", 1), core.submit("b", 1, sampling=Sampling(logprobs=1))
+    plan = core.plan()
+    result = answered(plan)
+    result.logprobs[:] = np.where(np.arange(len(result.logprobs)) < 2 + 40, np.nan, -0.5)
+    result.logprobs[:2] = -0.5  # the sample of the second row comes first
+    assert "nan" in (core.scheduler.why_invalid(result, 200) or "")
+    result.is_finite[0] = 0
+    assert core.scheduler.why_invalid(result, 200) is None
+    absorbed = core.scheduler.absorb(result)
+    assert absorbed.not_finite == [broken]
+    assert (len(broken.prompt_scores), len(sound.prompt_scores)) == (0, 20)
+
+
+def test_a_token_of_the_prompt_may_lie_beyond_the_vocabulary() -> None:
+    """A model with more embeddings than logits loses its worker whenever a prompt uses one."""
+    core = Core()
+    core.submit("a", prompt_token_ids=[1, 205, 3])
+    result = answered(core.plan())
+    result.ranks[0] = 201
+    assert core.scheduler.why_invalid(result, 200) is None
 
 
 def test_an_impossible_token_has_an_infinitely_negative_log_probability() -> None:
@@ -270,15 +317,13 @@ def test_an_impossible_token_has_an_infinitely_negative_log_probability() -> Non
 @pytest.mark.parametrize("k", [0, 2])
 def test_scores_of_samples_are_kept_with_their_tokens(k: int) -> None:
     """An answer's log probabilities shift by one, or a rejected draft's is kept."""
-    core = Core()
+    core = Core(propose=lambda _: [0, 7])
     (request,) = core.scheduler.submit(
         NewRequest("a", [1, 2], 6, Sampling(logprobs=k), speculate=2)
     )
     core.scheduler.submit(NewRequest("b", [1, 2], 6))
-    core.absorb(core.plan())
-    core.scheduler.draft(request, [0, 7])
-    core.absorb(core.plan())
     core.run()
+    assert request.num_drafted
     assert request.token_ids[2:] == [0] * 6
     assert [score.token_id for score in request.scores] == [0] * 6
     assert {len(score.top) for score in request.scores} == {k}

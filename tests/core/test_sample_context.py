@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -20,9 +21,11 @@ PROMPT = [1, 2, 3, 2]
 PENALISED = Sampling(repetition_penalty=1.5)
 
 
-def scheduler(depth: int = 1, **fields: int) -> Scheduler:
+def scheduler(
+    depth: int = 1, propose: Callable[[Request], Sequence[int]] = lambda _: (), **fields: int
+) -> Scheduler:
     setup = Setup(max_plans_in_flight=depth, **fields)  # type: ignore[arg-type]
-    return Scheduler(setup.limits(), setup.geometry())
+    return Scheduler(setup.limits(), setup.geometry(), propose=propose)
 
 
 def planned(core: Scheduler) -> StepPlan:
@@ -92,10 +95,10 @@ def test_a_token_that_only_the_device_knows_is_counted_in_addition() -> None:
 def test_each_sample_of_a_verification_sees_the_drafts_before_it() -> None:
     """Penalties of the second sample do not know the first draft token: speculation would change
     what is sampled."""
-    core = scheduler(max_requests=4)
+    guesses = [[7, 8, 8], []]
+    core = scheduler(max_requests=4, propose=lambda _: guesses.pop(0))
     (request,) = core.submit(NewRequest("a", PROMPT, 9, PENALISED, speculate=3))
     core.absorb(answered(planned(core), 7))
-    core.draft(request, [7, 8, 8])
     plan = planned(core)
     before = [[7], [7, 7], [7, 7, 8], [7, 7, 8, 8]]
     prompt = dict.fromkeys(PROMPT, 0)
@@ -104,7 +107,6 @@ def test_each_sample_of_a_verification_sees_the_drafts_before_it() -> None:
     assert (request.num_drafted, request.num_accepted) == (3, 2)
     counters = core.state.counters
     assert (counters.drafted, counters.accepted) == (3, 2)
-    core.draft(request, [])
     assert history(planned(core), 0) == prompt | Counter([7, 7, 8, 4])
 
 
@@ -148,7 +150,7 @@ def test_biases_stand_with_their_samples() -> None:
 
 def test_a_plan_awaits_a_mask_only_for_constrained_samples() -> None:
     """The worker waits for a mask that nobody sends, or does not wait for one that comes."""
-    core = scheduler(max_batch_tokens=8, max_requests=4)
+    core = scheduler(propose=lambda _: [5, 6], max_batch_tokens=8, max_requests=4)
     core.submit(NewRequest("plain", PROMPT, 9))
     core.absorb(answered(planned(core), 1))
     (request,) = core.submit(NewRequest("a", [*range(12)], 9, is_constrained=True, speculate=2))
@@ -160,7 +162,6 @@ def test_a_plan_awaits_a_mask_only_for_constrained_samples() -> None:
     (sample,) = core.state.in_flight[-1].constrained_samples()
     assert sample == (1, request, 12, ())
     core.absorb(answered(plan, 1, 2))
-    core.draft(request, [5, 6])
     plan = planned(core)
     step = core.state.in_flight[-1]
     core.absorb(answered(plan, 1, 5, 6, 7))

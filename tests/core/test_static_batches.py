@@ -125,3 +125,12 @@ def test_batches_of_many_prefill_steps_give_every_token(
     )
     requests = random_requests(np.random.default_rng(4), 40, prompt=(1, 24), output=(1, 12))
     assert run_workload(setup, requests, seed=4, abort_share=0.3).most_running == 8
+
+
+def test_a_static_batch_drafts_nothing() -> None:
+    """A server under this policy fails on a request that may speculate."""
+    sim = Simulation(Setup(policy="static"))
+    sim._guess = lambda request: [1, 2]  # type: ignore[method-assign]
+    sim.submit(NewRequest("a", [1, 2, 3], 8, speculate=4))
+    assert len(sim.run().tokens["a", 0]) == 8
+    assert sim.outcome.verified == 0

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from protos import admin_pb2, inference_pb2
 from tests.support.grpcurl import grpcurl, messages
 from tests.support.processes import Server
 
@@ -75,3 +79,41 @@ def test_health_and_admin(tiny_server: Server) -> None:
     assert "blocks_flushed" in grpcurl(tiny_server.address, "chairlift.v1.Admin/FlushCache")
     output = grpcurl(tiny_server.address, "chairlift.v1.Admin/Pause", code=64 + 12)
     assert "Unimplemented" in output
+
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+BLOCKS = "".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL)).replace("\\\n", " ")
+EXAMPLES = [
+    shlex.split(command)[2:]  # without "grpcurl -plaintext"
+    for command in re.findall(
+        r"^grpcurl -plaintext .*?(?=^\S|\Z)", BLOCKS, re.DOTALL | re.MULTILINE
+    )
+]
+UNSUPPORTED = {"Pause", "Resume", "Drain", "StartProfile", "StopProfile", "SetLogLevel"}
+CODES = {"GetRequest": 64 + 5, "WatchSteps": 64 + 4}  # no such request; the end of -max-time
+
+
+def test_the_readme_calls_every_method() -> None:
+    """What it does not show, nobody finds."""
+    named = {argument for example in EXAMPLES for argument in example if "/" in argument}
+    ours = {
+        f"{service.full_name}/{method.name}"
+        for service in (
+            inference_pb2.DESCRIPTOR.services_by_name["Inference"],
+            admin_pb2.DESCRIPTOR.services_by_name["Admin"],
+        )
+        for method in service.methods
+        if method.name not in UNSUPPORTED
+    }
+    assert ours <= named
+    assert all(f"`{name}`" in README for name in UNSUPPORTED)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example[-1])
+def test_the_examples_of_the_readme_work(tiny_server: Server, example: list[str]) -> None:
+    """They are the first calls that a newcomer copies."""
+    arguments = [argument.replace("localhost:50051", tiny_server.address) for argument in example]
+    if "-max-time" in arguments:
+        arguments[arguments.index("-max-time") + 1] = "1"
+    output = grpcurl(*arguments, code=CODES.get(example[-1].rpartition("/")[2], 0))
+    assert "UNIMPLEMENTED" not in output.upper()

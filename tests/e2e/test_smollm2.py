@@ -135,3 +135,15 @@ def test_beam_searches_find_the_golden_hypotheses(server: Server) -> None:
         assert scores == pytest.approx(right, rel=1e-4)
         num_ended += sum(answer.finish_reason == "stop" for answer in answers)
     assert num_ended
+
+
+def test_beams_keep_to_a_grammar(server: Server) -> None:
+    """Each beam follows the grammar by its own tokens, also when it takes the place of another."""
+    options = ["red", "green and blue", "greenish"]
+    question = [{"role": "user", "content": "Name a colour."}]
+    with Chairlift(server.address) as chairlift:
+        first = chairlift.complete(question, choice=options, beam_width=3, n=3, max_tokens=12)
+    answers = [first, *first.siblings]
+    assert sorted(answer.text for answer in answers) == sorted(options)
+    scores = [answer.completion.beam_score for answer in answers]
+    assert scores == sorted(scores, reverse=True)

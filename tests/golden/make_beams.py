@@ -19,10 +19,9 @@ from worker.model.embedded import DEFAULT_MODEL, resolve_model
 
 OUTPUT = Path(__file__).parent / "beams_smollm2.jsonl"
 SEARCHES = [  # prompt, whether it is a question to the chat model, max_tokens, the search
-    ("Once upon a time", False, 16, BeamSearch(4, 4)),
-    ("What is the capital of France?", True, 24, BeamSearch(3, 2)),
-    ("Name a colour.", True, 12, BeamSearch(4, 2, length_penalty=0.0, early_stopping=True)),
-    ("Is water wet? Answer yes or no.", True, 16, BeamSearch(2, 2, length_penalty=2.0)),
+    ("Once upon a time", False, 12, BeamSearch(3, 3)),
+    ("What is the capital of France?", True, 16, BeamSearch(3, 2)),
+    ("Is water wet?", True, 8, BeamSearch(2, 2, length_penalty=0.0, early_stopping=True)),
 ]
 
 

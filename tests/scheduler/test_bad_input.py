@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protos import inference_pb2 as pb
-from scheduler_svc.errors import NotImplementedYet, RequestRejected
+from scheduler_svc.errors import RequestRejected
 from scheduler_svc.front.validation import validate
 from tests.support.asked import MODEL, chat_request, request, sampling
 
@@ -79,11 +79,6 @@ BAD_INPUT: list[tuple[str, pb.GenerateRequest, list[str]]] = [
         "beams speculate",
         sampling(beam_width=2, speculate=3),
         ["sampling.speculate is 3", "0, with beam_width 2"],
-    ),
-    (
-        "beams constrained",
-        sampling(beam_width=2, regex="a+"),
-        ["sampling.regex is 'a+'", "unset, with beam_width 2"],
     ),
     (
         "beams without tokens",
@@ -170,14 +165,6 @@ BAD_INPUT: list[tuple[str, pb.GenerateRequest, list[str]]] = [
     ("long salt", request(cacheSalt="x" * 257), ["cache_salt", "up to 256 characters"]),
 ]
 
-LATER: list[tuple[str, pb.GenerateRequest]] = [
-    ("sampling.json_schema", sampling(json_schema="{}")),
-    ("sampling.regex", sampling(regex="a")),
-    ("sampling.grammar", sampling(grammar="a")),
-    ("sampling.json_object", sampling(json_object=True)),
-    ("sampling.choice", sampling(choice={"options": ["a"]})),
-]
-
 
 @pytest.mark.parametrize(
     ("bad", "parts"), [case[1:] for case in BAD_INPUT], ids=[case[0] for case in BAD_INPUT]
@@ -188,10 +175,3 @@ def test_bad_input_is_named(bad: pb.GenerateRequest, parts: list[str]) -> None:
         validate(bad, "r", 0, MODEL, 8)
     for part in parts:
         assert part in str(error.value), str(error.value)
-
-
-@pytest.mark.parametrize(("field", "asked"), LATER, ids=[f"{case[0]}" for case in LATER])
-def test_what_comes_later_is_refused_by_name(field: str, asked: pb.GenerateRequest) -> None:
-    """Silently ignoring a constraint would give answers that break it."""
-    with pytest.raises(NotImplementedYet, match=field):
-        validate(asked, "r", 0, MODEL, 8)

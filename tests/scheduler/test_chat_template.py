@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from scheduler_svc.errors import RequestRejected
 from scheduler_svc.text import chat_template
+from scheduler_svc.text.chat_template import Chat
 from scheduler_svc.text.tokenizer import Tokenizer
 from tests.support.small_tokenizers import byte_level
 
@@ -39,7 +40,7 @@ def tokenizer(template: Any, **special: str) -> Tokenizer:
 def test_a_template_that_fails_is_told(template: str, told: str) -> None:
     """It is the model's fault or the client's; "internal error" would help neither."""
     with pytest.raises(RequestRejected) as error:
-        tokenizer(template).encode_chat(HELLO)
+        tokenizer(template).encode_chat(Chat(HELLO))
     assert "chat.messages is 'user'; allowed: what the model's chat template" in str(error.value)
     assert told in str(error.value)
 
@@ -49,18 +50,18 @@ def test_output_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}words {% endfor %}{% endfor %}"
     monkeypatch.setattr("scheduler_svc.text.tokenizer.MAX_RENDERED_CHARS", 10_000)
     with pytest.raises(RequestRejected, match="renders to at most 10000 characters"):
-        tokenizer(endless).encode_chat(HELLO)
+        tokenizer(endless).encode_chat(Chat(HELLO))
     monkeypatch.setattr("scheduler_svc.text.tokenizer.MAX_RENDERED_CHARS", 10**15)
     monkeypatch.setattr(chat_template, "MAX_RENDER_SECONDS", 0.0)
     with pytest.raises(RequestRejected, match="within 0 s"):
-        tokenizer(endless).encode_chat(HELLO)
+        tokenizer(endless).encode_chat(Chat(HELLO))
 
 
 def test_the_template_knows_which_roles_there_are() -> None:
     """gpt-oss has a developer, others an observation: a list of ours would refuse them."""
     knows = tokenizer("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
     for role in ("developer", "observation", "tool_response", "критик"):
-        ids = knows.encode_chat([{"role": role, "content": "x"}])
+        ids = knows.encode_chat(Chat([{"role": role, "content": "x"}]))
         assert knows.decode(ids) == f"[{role}]x"
 
 
@@ -78,13 +79,13 @@ def test_models_without_a_template_that_could_be_used(template: Any, why: str) -
     without = tokenizer(template)
     assert not without.has_chat_template
     with pytest.raises(RequestRejected, match=f"chat is 'given'; allowed: text or tokens: {why}"):
-        without.encode_chat(HELLO)
+        without.encode_chat(Chat(HELLO))
 
 
 def test_the_default_of_several_templates() -> None:
     named = tokenizer({"rag": "x", "default": "{{ messages[0].content }}"})
     assert named.has_chat_template
-    assert named.decode(named.encode_chat(HELLO)) == "hello"
+    assert named.decode(named.encode_chat(Chat(HELLO))) == "hello"
 
 
 def test_a_template_is_rendered_as_transformers_does() -> None:
@@ -102,5 +103,5 @@ def test_a_template_is_rendered_as_transformers_does() -> None:
     )
     messages = [*HELLO, {"role": "assistant", "content": "é <&>"}]
     want = wrapped.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids = Tokenizer(wrapped).encode_chat(messages)
+    ids = Tokenizer(wrapped).encode_chat(Chat(messages))
     assert Tokenizer(wrapped).decode(ids, skip_special_tokens=False) == want

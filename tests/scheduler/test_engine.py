@@ -61,18 +61,23 @@ def test_requests_wait_for_a_worker_that_is_not_there_yet() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("stop_after", [1, 2, 3])
+@pytest.mark.parametrize("speculate", [0, 4])
 def test_a_stop_string_ends_the_answer_and_the_overshoot_is_dropped(
-    depth: int, stop_after: int
+    depth: int, stop_after: int, speculate: int
 ) -> None:
-    """Tokens behind a stop string reach the client, or the usage, or leak a row."""
+    """Tokens behind a stop string reach the client, or the usage, or leak a row; also those of
+    drafts that were right."""
     bench = Bench(depth)
+    bench.engine._scheduler._propose = lambda request: right([3, 1, 4], 8)[
+        request.num_output_tokens :
+    ]
     bench.connect()
     prompt = [3, 1, 4]
     tokens = right(prompt, 8)
     letters = [chr(97 + t % 26) for t in tokens]
     stop = letters[stop_after - 1]
     ends_at = letters.index(stop) + 1
-    bench.submit("a", prompt, 8, stop)
+    bench.submit("a", prompt, 8, stop, speculate=speculate)
     bench.serve()
     for _ in range(3):
         bench.turn()
@@ -82,6 +87,8 @@ def test_a_stop_string_ends_the_answer_and_the_overshoot_is_dropped(
     end = bench.end("a")
     assert (end.reason, end.stop_string, end.stop_token_id) == (FinishReason.STOP, stop, None)
     assert end.completion_tokens == ends_at
+    if stop_after == 3:  # the first two are planned before any text is known
+        assert end.accepted_tokens == end.drafted_tokens == speculate
     assert bench.engine._state.memory.device.chunks.num_free == 12
 
 

@@ -70,6 +70,21 @@ async def test_a_lost_worker_keeps_the_model(make: Make) -> None:
     assert len(loaded) == 1
 
 
+async def test_grammars_outlive_a_worker_but_not_a_vocabulary(make: Make) -> None:
+    """Each new worker starts another process for trials; or masks are those of another model."""
+    served, _ = make()
+    served.on_status(READY)
+    grammars = (await served.wait()).grammars
+    smaller = replace(FACTS, pool_tokens=64)
+    for facts, is_same in ((smaller, True), (replace(FACTS, vocab_size=299), False)):
+        served.on_status(replace(READY, worker="connecting"))
+        await served.wait_until_ready_is(False)
+        served.on_status(replace(READY, model=facts))
+        await served.wait_until_ready_is(True)
+        assert (served.model.grammars is grammars) is is_same
+    served.close()
+
+
 async def test_another_model_brings_another_tokenizer(make: Make) -> None:
     """Decoding with the old one would give nonsense."""
     served, loaded = make()

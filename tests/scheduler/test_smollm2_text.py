@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scheduler_svc.text.chat_template import Chat
 from scheduler_svc.text.text import OutputText
 from scheduler_svc.text.tokenizer import Tokenizer
 
@@ -25,7 +26,7 @@ def tokenizer() -> Tokenizer:
 
 def test_chat_and_end(tokenizer: Tokenizer) -> None:
     """A wrong template or EOS gives answers that never end, or nonsense."""
-    ids = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+    ids = tokenizer.encode_chat(Chat([{"role": "user", "content": "Hi"}]))
     text = tokenizer.decode(ids, skip_special_tokens=False)
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     ends = [tokenizer.decode([end], skip_special_tokens=False) for end in tokenizer.eos_token_ids]

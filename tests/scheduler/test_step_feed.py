@@ -189,6 +189,7 @@ async def test_watch_steps(edge: Edge) -> None:
         chunks_total=10,
         utilisation=0.5,
         preemptions=8,
+        num_drafted=2,
         start_seconds=summary.start_seconds,
         seconds=summary.seconds,
         device_seconds=0.25,

@@ -14,7 +14,7 @@ from tests.support.fake_engine import FACTS
 from tests.support.small_tokenizers import byte_level, chat
 
 RUST = byte_level()
-MODEL = Model("tiny", FACTS, Tokenizer(chat()))
+MODEL = Model.of("tiny", FACTS, Tokenizer(chat()))
 START, END = (RUST.token_to_id(word) for word in ("<|im_start|>", "<|im_end|>"))
 
 

@@ -105,9 +105,10 @@ import importlib, pkgutil, sys
 import scheduler_svc
 for module in pkgutil.walk_packages(scheduler_svc.__path__, "scheduler_svc."):
     importlib.import_module(module.name)
+from scheduler_svc.text.chat_template import Chat
 from scheduler_svc.text.tokenizer import Tokenizer
 tokenizer = Tokenizer.load({str(folder)!r})
-tokenizer.encode_chat([{{"role": "user", "content": "hi"}}])
+tokenizer.encode_chat(Chat([{{"role": "user", "content": "hi"}}]))
 assert "scheduler_svc.front.server" in sys.modules
 assert sys.modules.get("torch") is None, "torch was imported"
 """

@@ -36,20 +36,20 @@ SETUPS = {
 def drawn(setup: Setup, seed: int, count: int, beam_share: float = 0.5) -> list[NewRequest]:
     rng = np.random.default_rng(seed)
     return random_requests(
-        rng, count, vocab_size=setup.vocab_size, prefixes=3, priorities=3, special_share=0.3,
+        rng, count, vocab_size=setup.vocab_size, prefixes=3, priorities=3, special_share=0.6,
         fork_share=0.1, speculate_share=0.2, prompt=(1, 24), output=(1, 24), beam_share=beam_share,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize(("name", "depth"), [(name, 1 + n % 2) for n, name in enumerate(SETUPS)])
 def test_beside_others(name: str, depth: int) -> None:
     """A beam takes its parent's tokens without its KV, or the reverse; a group is only partly
     preempted, or partly admitted, and waits for ever."""
     setup = replace(SETUPS[name], max_plans_in_flight=depth)
-    outcome = run_workload(setup, drawn(setup, depth, 30), seed=depth, abort_share=0.1)
-    assert len(outcome.beam_scores) > 8
-    assert outcome.tail_copies > 20
+    outcome = run_workload(setup, drawn(setup, depth, 20), seed=depth, abort_share=0.1)
+    assert len(outcome.beam_scores) > 5
+    assert outcome.tail_copies > 10
+    assert outcome.histories
 
 
 @pytest.mark.parametrize("name", SETUPS)
@@ -57,7 +57,7 @@ def test_in_any_timing(name: str) -> None:
     """Workers die and steps fail between the candidates of one beam and the next; a preempted group
     returns while a plan still names one of its rows."""
     setup = replace(SETUPS[name], max_plans_in_flight=2)
-    outcome, seen = run_in_any_timing(setup, drawn(setup, 3, 20), seed=3)
+    outcome, seen = run_in_any_timing(setup, drawn(setup, 3, 14), seed=3)
     assert seen["ahead"]
     assert outcome.beam_scores
 
@@ -68,16 +68,16 @@ def search(prompt: int, output: int, width: int, vocab: int = 20) -> NewRequest:
     return NewRequest("b", tokens, output, Sampling(stop_token_ids=frozenset({3})), beams=beams)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
-    "groups", [((0, 1),), ((0, 2), (9, 3)), ((7, 1),), ((0, 1), (5, 1), (9, 2))]
+    ("groups", "depth"),
+    [(((0, 1),), 2), (((0, 2), (9, 3)), 1), (((7, 1),), 1), (((0, 1), (5, 1), (9, 2)), 2)],
 )
 def test_the_smallest_pool_that_is_promised_suffices(
     groups: tuple[tuple[int, int], ...], depth: int
 ) -> None:
     """A search is accepted that stalls for ever, alone or beside others."""
     rng = np.random.default_rng(depth)
-    for number in range(6):
+    for number in range(4):
         prompt, output, width = (
             int(rng.integers(low, high)) for low, high in ((1, 25), (2, 25), (2, 6))
         )

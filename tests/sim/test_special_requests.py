@@ -23,6 +23,7 @@ SETUPS = {
     "reset": TIGHT,
     "swap": replace(TIGHT, swap_chunks=30, overlaps_swap=True),
     "few_logits": replace(TIGHT, num_blocks=40, max_requests=5, max_logits=8),
+    "all_logits": replace(TIGHT, num_blocks=40, max_requests=8, max_logits=8, max_batch_tokens=8),
     "hybrid": replace(TIGHT, num_blocks=12, groups=HYBRID, swap_chunks=10),
     "sliding": replace(TIGHT, num_blocks=16, groups=((7, 1),), swap_chunks=10),
     "small_budget": replace(TIGHT, max_batch_tokens=7, swap_chunks=10),
@@ -45,18 +46,19 @@ def drawn(setup: Setup, seed: int, count: int) -> list[NewRequest]:
     return some_resumed(rng, requests, 0.2, setup.vocab_size, windows)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize(
+    ("name", "depth"), [("ample", 1), ("swap", 1), *((name, 2) for name in SETUPS)]
+)
 def test_everything_at_once(name: str, depth: int) -> None:
     """A sample does not know a token before it, or knows one that was never there; a score is lost,
     doubled, or another token's; an answer breaks its grammar or its minimal length."""
     setup = replace(SETUPS[name], max_plans_in_flight=depth)
-    requests = drawn(setup, depth, 50)
+    requests = drawn(setup, depth, 40)
     outcome = run_workload(setup, requests, seed=depth, abort_share=0.1)
     assert outcome.histories > 20
     assert outcome.bans > 20
     assert outcome.masks > 20
-    assert outcome.scored > 50
+    assert outcome.scored > 20
     assert bool(outcome.late_masks) == (depth == 2)
     assert outcome.verified or setup.policy == "static"
 
@@ -66,7 +68,7 @@ def test_in_any_timing(name: str) -> None:
     """Workers die and steps fail between a score and the next; results come when their row has been
     preempted, aborted or given away; a mask comes late. Nothing of it shows in an answer."""
     setup = replace(SETUPS[name], max_plans_in_flight=2)
-    outcome, seen = run_in_any_timing(setup, drawn(setup, 3, 30), seed=3)
+    outcome, seen = run_in_any_timing(setup, drawn(setup, 3, 20), seed=3)
     assert seen["ahead"]
     assert outcome.late_masks
     assert outcome.scored

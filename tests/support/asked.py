@@ -13,7 +13,7 @@ from tests.support.fake_engine import FACTS
 from tests.support.small_tokenizers import chat
 
 TOKENIZER = Tokenizer(chat())
-MODEL = Model("tiny", FACTS, TOKENIZER)  # 300 tokens in the vocabulary, 128 of context
+MODEL = Model.of("tiny", FACTS, TOKENIZER)  # 300 tokens in the vocabulary, 128 of context
 END = TOKENIZER.eos_token_ids[0]
 
 

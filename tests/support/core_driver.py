@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Final
@@ -13,7 +13,7 @@ from protos.plan import StepPlan, StepResult
 from scheduler_svc.core.limits import Limits, why_never_fits
 from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.request import NewRequest, Request, Sampling
-from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.scheduler import Scheduler, drafts_of
 from scheduler_svc.engine.ready_check import geometry_of
 from tests.support.without_model import without_model
 
@@ -37,11 +37,12 @@ class CoreDriver:
         depth: int = 1,
         allow_block_sharing: bool = True,
         safety_margin: float | None = None,
+        propose: Callable[[Request], Sequence[int]] = drafts_of,
     ) -> None:
         chosen = POLICIES[policy]
         margin = chosen.safety_margin if safety_margin is None else safety_margin
         limits = Limits(max_batch_tokens, max_requests, 0, margin, depth, allow_block_sharing)
-        self.scheduler = Scheduler(limits, geometry_of(ready), chosen)
+        self.scheduler = Scheduler(limits, geometry_of(ready), chosen, propose)
         self.state = self.scheduler.state
         random.Random(0).shuffle(self.state.memory.device.chunks.clean)
         self._names = map("prompt{}".format, count())

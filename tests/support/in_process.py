@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from protos.plan import StepPlan, StepResult
-from scheduler_svc.core.request import NewRequest, Sampling
+from scheduler_svc.core.request import NewRequest, Request, Sampling
+from scheduler_svc.core.scheduler import drafts_of
+from scheduler_svc.engine.ready_check import geometry_of
 from scheduler_svc.engine.views import get_cache
 from tests.support.check import check
 from tests.support.core_driver import CoreDriver
@@ -33,6 +35,7 @@ class Served:
     """What came of a run."""
 
     tokens: dict[Answerer, list[int]] = field(default_factory=dict)
+    requests: dict[Answerer, Request] = field(default_factory=dict)  # as they ended
     # [tokens, V] that they were sampled from
     logits: dict[Answerer, torch.Tensor] = field(default_factory=dict)
     steps: int = 0
@@ -66,6 +69,7 @@ class InProcess:
         allow_block_sharing: bool = True,
         safety_margin: float | None = None,
         is_padded: bool = False,
+        propose: Callable[[Request], Sequence[int]] = drafts_of,
         **settings: Any,
     ) -> None:
         configured = {**settings, "page_size": loaded.geometry.page_size}
@@ -73,9 +77,10 @@ class InProcess:
             max_batch_tokens=max_batch_tokens, max_requests_per_batch=max_requests, **configured
         )
         self.loaded = loaded
-        self.runner = Runner(loaded, told, chunks + 2, swap_chunks)
-        if is_padded:
-            pad_steps(self.runner)
+        self._is_padded = is_padded
+        self._new_runner = lambda: Runner(loaded, told, chunks + 2, swap_chunks)
+        self._choose: Sample = sampler.sample
+        self._start_worker()
         self.core = CoreDriver(
             self.runner.ready(),
             max_batch_tokens=max_batch_tokens,
@@ -84,20 +89,31 @@ class InProcess:
             depth=depth,
             allow_block_sharing=allow_block_sharing,
             safety_margin=safety_margin,
+            propose=propose,
         )
         self.state = self.core.state
         self.launched: deque[RunningStep] = deque()
         self.logits: list[torch.Tensor] = []  # [S, V] of every step that sampled
-        self.sample_with(sampler.sample)
+
+    def _start_worker(self) -> None:
+        self.runner = self._new_runner()
+        self.runner.sample = self._sample
+        if self._is_padded:
+            pad_steps(self.runner)
+
+    def lose_worker(self) -> None:
+        """It dies with all its memory, and with what it had not answered; another one comes."""
+        self.launched.clear()
+        self._start_worker()
+        self.core.scheduler.lose_worker(geometry_of(self.runner.ready()))
 
     def sample_with(self, choose: Sample) -> None:
         """From now on `choose` takes the sampler's place; logits are kept all the same."""
+        self._choose = choose
 
-        def sample(logits: torch.Tensor, samples: SampleRows) -> torch.Tensor:
-            self.logits.append(logits.clone())
-            return choose(logits, samples)
-
-        self.runner.sample = sample
+    def _sample(self, logits: torch.Tensor, samples: SampleRows) -> torch.Tensor:
+        self.logits.append(logits.clone())
+        return self._choose(logits, samples)
 
     def step(self, plan: StepPlan) -> StepResult:
         """Runs a plan, whether the core made it or not, and waits for its result."""
@@ -129,9 +145,11 @@ class InProcess:
         served = self.serve(requests, stagger)
         return [Answer(served.tokens[who], served.logits[who]) for who in served.tokens]
 
-    def serve(self, requests: list[NewRequest], stagger: int = 0) -> Served:
-        """All of them to the end; request i arrives at turn i * stagger. Rows and blocks are all
-        free after that."""
+    def serve(
+        self, requests: list[NewRequest], stagger: int = 0, deaths: Collection[int] = ()
+    ) -> Served:
+        """All of them to the end; request i arrives at turn i * stagger, and a worker dies at each
+        turn of `deaths`. Rows and blocks are all free after that."""
         state, served = self.state, Served()
         logits: _Logits = defaultdict(dict)
         waiting = deque(enumerate(requests))
@@ -139,7 +157,10 @@ class InProcess:
         for turn in itertools.count():
             while waiting and turn >= stagger * waiting[0][0]:
                 for request in self.core.submit(waiting.popleft()[1]):
+                    served.requests[request.request_id, request.index] = request
                     served.tokens[request.request_id, request.index] = request.token_ids
+            if turn in deaths:
+                self.lose_worker()
             if not (waiting or state.requests or self.launched):
                 break
             self._turn(served, logits)
@@ -150,7 +171,8 @@ class InProcess:
             start = prompts[who[0]]
             served.tokens[who] = token_ids[start:]
             positions = range(start, len(token_ids))
-            served.logits[who] = torch.stack([logits[who][at] for at in positions])
+            if positions:
+                served.logits[who] = torch.stack([logits[who][at] for at in positions])
         served.offloads, served.restores, served.soft_resets, served.cached_tokens = (
             now - then for now, then in zip(self._counters(), counted, strict=True)
         )
@@ -168,16 +190,18 @@ class InProcess:
             num_sampled = len(self.logits)
             self.launched.append(self.runner.launch(plan))
             if len(self.logits) > num_sampled:
-                self._note_logits(plan, logits)
+                self._note_logits(plan, torch.cat(self.logits[num_sampled:]), logits)
         if self.launched:
             self.core.absorb(self.launched.popleft().wait())
         else:
             assert not self.state.requests, "wedged"
 
-    def _note_logits(self, plan: StepPlan, logits: _Logits) -> None:
-        """Every sample follows the last token of a row: where that row then ends."""
-        sampled = plan.logits_indices[plan.sample_logits]
-        ends = plan.seq_lens[np.searchsorted(plan.query_start_loc, sampled, side="right") - 1]
-        for row, end, of in zip(plan.sample_rows, ends, self.logits[-1], strict=True):
+    def _note_logits(self, plan: StepPlan, sampled: torch.Tensor, logits: _Logits) -> None:
+        """Notes sampled [S, V] by the position of each sample; those of rejected draft tokens are
+        overwritten later."""
+        indices = plan.logits_indices[plan.sample_logits]
+        places = np.searchsorted(plan.query_start_loc, indices, side="right") - 1
+        positions = plan.seq_lens[places] - plan.query_start_loc[places + 1] + indices + 1
+        for row, position, of in zip(plan.sample_rows, positions, sampled, strict=True):
             request = self.state.rows.running[int(row)]
-            logits[request.request_id, request.index][int(end)] = of
+            logits[request.request_id, request.index][int(position)] = of

@@ -10,7 +10,7 @@ import numpy as np
 from protos.plan import NO_CANDIDATES, PLAN_LAYOUT, Int32, StepPlan
 from protos.sampling import SAMPLER_FIELDS
 
-_COMPUTED: Final = (
+COMPUTED: Final = (
     "token_ids", "rows", "query_start_loc", "seq_lens", "table_start", "first_positions", "blocks",
 )  # fmt: skip
 
@@ -48,7 +48,7 @@ def with_samples(
     """The same forward with other samples, all of them greedy; nothing is moved before it."""
     return plan_of(
         plan.step_id,
-        **{name: getattr(plan, name) for name in _COMPUTED},
+        **{name: getattr(plan, name) for name in COMPUTED},
         logits_indices=logits_indices,
         sample_logits=sample_logits,
         sample_rows=sample_rows,

@@ -93,6 +93,7 @@ def _special(rng: np.random.Generator, new: NewRequest, vocab: int) -> NewReques
     return replace(
         new,
         sampling=replace(new.sampling, **sampling),
+        index=int(rng.integers(3)),
         prompt_logprobs=int(rng.integers(0, 3)) if scores else None,
         is_constrained=bool(rng.random() < 0.3),
     )
@@ -108,7 +109,7 @@ def _beam_search(rng: np.random.Generator, new: NewRequest, vocab: int) -> NewRe
         early_stopping=bool(rng.random() < 0.5),
         vocab_size=vocab,
     )
-    return replace(new, beams=beams, n=1, speculate=0, is_constrained=False)
+    return replace(new, beams=beams, n=1, speculate=0, index=0)
 
 
 def some_resumed(

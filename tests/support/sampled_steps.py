@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from protos.sampling import SAMPLER_FIELDS
 from tests.support.plan_builder import plan_of
 from worker.batch.mask_values import check_mask
 from worker.step import sampler
-from worker.step.candidates import joined
-from worker.step.sample_inputs import prepare_samples
+from worker.step.candidates import Answers, joined
+from worker.step.sample_inputs import SampleInputs, prepare_samples
 from worker.step.sampler import SampleRows
 from worker.step.sampling import Sample, SampleMasks, sample_step
 
@@ -95,39 +96,69 @@ def run_cases(
     sample: Sample = sampler.sample,
 ) -> Sampled:
     """`logits` [L, V] are not changed. `last_tokens` by row; `masks`: sample → allowed tokens."""
-    vocab_size = logits.shape[1]
-    inputs = prepare_samples(plan, vocab_size, at_once)
-    order = np.concatenate([np.zeros(0, np.int64), *inputs.sample_order])
-    fixed = SampleRows(
-        logits=torch.from_numpy(plan.sample_logits).long(),
-        rows=torch.from_numpy(plan.sample_rows).long(),
-        greedy=torch.zeros(0),
-        plain=torch.from_numpy(order),
-        truncated=torch.zeros(0),
-        u=torch.from_numpy(plan.u),
-        parameters={name: torch.from_numpy(array) for name, array in plan.sampling.items()},
-    )
-    step = inputs.on_device([torch.from_numpy(array) for array in inputs.arrays], fixed)
-    rows = 1 + int(plan.sample_rows.max(initial=0))
-    last = torch.tensor(last_tokens) if last_tokens else torch.zeros(rows, dtype=torch.int64)
-    on_device = []
-    if masks is not None:
-        message = mask_message(plan.step_id, masks, vocab_size)
-        shared_out = SampleMasks(*check_mask(message, plan, vocab_size), inputs.ranges)
-        on_device = shared_out.on_device([torch.from_numpy(a) for a in shared_out.arrays])
+    inputs = prepare_samples(plan, logits.shape[1], at_once)
     seen: list[torch.Tensor] = []
 
     def keep(edited: torch.Tensor, samples: SampleRows) -> torch.Tensor:
         seen.append(edited.clone())
         return sample(edited, samples)
 
-    tokens, answers = sample_step(logits.clone(), step, on_device, last, keep)
+    tokens, answers = sample_on(logits.clone(), plan, inputs, last_tokens, masks, keep)
     ranks, candidates = np.zeros(0, np.int32), []
     if answers:
         arrays = [part.numpy() for part in joined(answers)]
         ranks, ids, logprobs = inputs.answer_order.restore(*arrays)
         candidates = by_answer(plan, ids, logprobs)
     return Sampled(tokens.tolist(), torch.cat(seen) if seen else logits[:0], ranks, candidates)
+
+
+def sample_on(
+    logits: torch.Tensor,
+    plan: StepPlan,
+    inputs: SampleInputs,
+    last_tokens: Sequence[int] | None = None,
+    masks: Mapping[int, Sequence[int]] | None = None,
+    sample: Sample = sampler.sample,
+) -> tuple[torch.Tensor, list[Answers]]:
+    """`sample_step` on the device of `logits`, which it may change; `inputs` are those of `plan`.
+    Returns tokens and answers."""
+    return ready_to_sample(logits, plan, inputs, last_tokens, masks, sample)()
+
+
+def ready_to_sample(
+    logits: torch.Tensor,
+    plan: StepPlan,
+    inputs: SampleInputs,
+    last_tokens: Sequence[int] | None = None,
+    masks: Mapping[int, Sequence[int]] | None = None,
+    sample: Sample = sampler.sample,
+) -> Callable[[], tuple[torch.Tensor, list[Answers]]]:
+    """What `sample_on` calls, once everything is on the device; it may be called again."""
+    device, vocab_size = logits.device, logits.shape[1]
+
+    def there(array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    order = there(np.concatenate([np.zeros(0, np.int64), *inputs.sample_order]))
+    fixed = SampleRows(
+        logits=there(plan.sample_logits).long(),
+        rows=there(plan.sample_rows).long(),
+        greedy=order,
+        plain=order,
+        truncated=order,
+        u=there(plan.u),
+        parameters={name: there(array) for name, array in plan.sampling.items()},
+    )
+    step = inputs.on_device([there(array) for array in inputs.arrays], fixed)
+    last = np.zeros(1 + plan.sample_rows.max(initial=0), np.int64)
+    if last_tokens is not None:
+        last[:] = last_tokens
+    on_device = []
+    if masks is not None:
+        message = mask_message(plan.step_id, masks, vocab_size)
+        shared_out = SampleMasks(*check_mask(message, plan, vocab_size), inputs.ranges)
+        on_device = shared_out.on_device([there(array) for array in shared_out.arrays])
+    return partial(sample_step, logits, step, on_device, there(last), sample)
 
 
 def by_answer(

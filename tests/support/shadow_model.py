@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from scheduler_svc.core.request import Sampling, TokenScore
 
 UInt64 = npt.NDArray[np.uint64]
 START = np.uint64(0x243F6A8885A308D3)  # the hash of no tokens
+_MASK64: Final = (1 << 64) - 1
 Mask = frozenset[int]  # the tokens that a grammar allows
 
 
@@ -28,6 +30,13 @@ def mix(a: UInt64, b: UInt64) -> UInt64:
         x = (a ^ (b + np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
         return x ^ (x >> np.uint64(32))
+
+
+def mix_one(a: int, b: int) -> int:
+    """`mix` of plain numbers."""
+    x = (a ^ ((b + 0x9E3779B97F4A7C15) & _MASK64)) * 0xBF58476D1CE4E5B9 & _MASK64
+    x = (x ^ (x >> 29)) * 0x94D049BB133111EB & _MASK64
+    return x ^ (x >> 32)
 
 
 @dataclass
@@ -71,11 +80,9 @@ def choose(
 
 def choose_in(context: Context, total: int, u: float, temperature: float, vocab: int) -> int:
     """The token sampled in a context."""
-    sums = np.array([total], np.uint64)
     if not context.is_empty:
-        sums = mix(sums, np.array([context.digest()], np.uint64))
-    heat = np.array([temperature], np.float32)
-    first = int(choose(sums, np.array([u], np.float32), heat, vocab)[0])
+        total = mix_one(total, context.digest())
+    first = mix_one(total, int(u * 2.0**24) if temperature > 0 else 0) % vocab
     allowed = context.allows(vocab)
     return next(t for t in ((first + i) % vocab for i in range(vocab)) if allowed[t])
 

@@ -183,8 +183,9 @@ class Simulation:
         outcome, setup = self.outcome, self.setup
         requests = [step.requests[place] for place in step.sampled_for.tolist()]
         assert plan.awaits_mask == any(request.is_constrained for request in requests)
-        num_needed = len(plan.sample_rows) + len(plan.score_tokens)
-        assert num_needed <= (setup.max_logits or num_needed), "more logits than there are"
+        if setup.max_logits:
+            assert len(plan.logits_indices) <= setup.max_logits, "more logits than there are"
+            assert len(plan.sample_rows) <= max(setup.max_logits, setup.max_requests)
         outcome.masks += plan.awaits_mask
         outcome.late_masks += plan.awaits_mask and len(self.state.in_flight) > 1
         outcome.histories += int((np.diff(plan.history_start) > 0).sum())
@@ -222,6 +223,11 @@ class Simulation:
         absorbed = self.scheduler.absorb(result)
         for request in absorbed.sampled + absorbed.scored + absorbed.ended:
             self._note(request)
+        for request in oldest.requests:  # ended ones, too
+            if request.beams is not None:
+                continue  # its scores come with the answers
+            num_new = len(request.token_ids) - len(request.first_tokens)
+            assert len(request.scores) == (request.sampling.logprobs is not None) * num_new
         if self._held is not None:
             held, self._held = self._held, None
             self.results[0] = self._compute(held, self.state.in_flight[0])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from protos.plan import StepPlan
-from tests.support.plan_builder import plan_of
+from tests.support.plan_builder import COMPUTED, plan_of
 from tests.support.runners import pad_steps
 from tests.support.sampled_steps import Case, by_answer, plan_of_cases, run_cases
 from tests.support.tiny_models import VOCAB_SIZE, gemma3, llama
@@ -182,8 +182,7 @@ def scoring_plan(plan: StepPlan, prompt: list[int], k: int) -> StepPlan:
         plan.step_id,
         **{
             name: getattr(plan, name)
-            for name in ("token_ids", "rows", "query_start_loc", "seq_lens", "table_start",
-                         "first_positions", "blocks", "init_rows")
+            for name in COMPUTED
         },
         **sampled,
         logits_indices=range(len(scored) + is_last),
@@ -262,8 +261,7 @@ def test_drafts_are_verified_beyond_the_rows(served):
     plan = plan_of(
         **{
             name: getattr(plan, name)
-            for name in ("token_ids", "rows", "query_start_loc", "seq_lens", "table_start",
-                         "first_positions", "blocks", "init_rows")
+            for name in COMPUTED
         },
         logits_indices=indices,
         sample_logits=range(32),

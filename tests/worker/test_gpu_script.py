@@ -36,6 +36,8 @@ def test_the_script_runs_and_leaves_the_results_alone() -> None:
         "Run-ahead stress",
         "Swapping",
         "Sampling from",
+        "Penalties, masks and candidates",
+        "Masked, scored steps",
         "transformers",
     ):
         assert title in done.stdout

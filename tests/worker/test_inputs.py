@@ -30,6 +30,11 @@ PLAN = {
 }
 
 
+SCORE = {"score_logits": [0], "score_tokens": [299], "score_candidates": [0]}
+HISTORY = {"history_start": [0, 2], "history_tokens": [-1, 299], "history_counts": [1, 0]}
+BIAS = {"bias_start": [0, 1], "bias_tokens": [5], "bias_after": [-1], "bias": [-np.inf]}
+
+
 def prepare_plan(
     plan: StepPlan, groups: Sequence[CacheGroup], num_blocks: Sequence[int], row_multiple: int = 1
 ) -> StepInputs:
@@ -155,6 +160,44 @@ def test_sliding_tables_must_reach_back_as_far_as_the_window():
         ({"token_ids": [-2, 11, 12, 13, 300]}, r"token_ids .* contain \[-2, 300\]"),
         ({"blocks": [5] * 17}, "blocks has 17 entries; allowed: 16"),
         ({"init_rows": [0] * 9}, "init_rows has 9 entries; allowed: 8"),
+        ({"logits_indices": [0] * 6}, "logits_indices has 6 entries; allowed: 5"),
+        ({"sample_logits": [0] * 13, "sample_rows": [7] * 13}, "sample_rows has 13 entries.*: 12"),
+        ({"num_candidates": [291]}, r"num_candidates must lie in -1\.\.290, but contain \[291\]"),
+        ({"num_candidates": [-2]}, r"num_candidates .* contain \[-2\]"),
+        ({"num_candidates": [41]}, "ask for 42 entries; allowed: 40"),
+        ({"is_beam": [2]}, r"is_beam must lie in 0\.\.1, but contain \[2\]"),
+        ({**SCORE, "score_logits": [1]}, r"score_logits must lie in 0\.\.0, but contain \[1\]"),
+        ({**SCORE, "score_logits": [-1]}, r"score_logits .* contain \[-1\]"),
+        ({**SCORE, "score_tokens": [300]}, r"score_tokens must lie in 0\.\.299"),
+        ({**SCORE, "score_tokens": [-1]}, r"score_tokens must lie in 0\.\.299"),
+        ({**SCORE, "score_candidates": [-1]}, r"score_candidates must lie in 0\.\.290"),
+        ({**SCORE, "score_candidates": [291]}, r"score_candidates must lie in 0\.\.290"),
+        ({**SCORE, "score_candidates": [40]}, "ask for 41 entries; allowed: 40"),
+        ({name: values * 13 for name, values in SCORE.items()}, "score_logits has 13 .*: 12"),
+        ({**HISTORY, "history_tokens": [300, 5]}, r"history_tokens must lie in -1\.\.299"),
+        ({**HISTORY, "history_tokens": [-2, 5]}, r"history_tokens .* contain \[-2\]"),
+        ({**HISTORY, "history_tokens": [-1, -1]}, "name the unknown token .* more than once"),
+        ({**HISTORY, "history_counts": [0, -1]}, r"history_counts must lie in 0\.\."),
+        ({**HISTORY, "history_start": [0, 1]}, r"history_start is \[0, 1\]; .* 2 history entries"),
+        ({**HISTORY, "history_start": [-2, 2]}, r"history_start is \[-2, 2\]"),
+        ({**HISTORY, "repetition_penalty": [0.0]}, r"repetition_penalty .* above 0, .* \[0\.0\]"),
+        ({**HISTORY, "frequency_penalty": [np.nan]}, r"frequency_penalty .* is \[nan\]"),
+        ({**HISTORY, "presence_penalty": [np.inf]}, r"presence_penalty .* is \[inf\]"),
+        ({"u": [1.0]}, r"u must lie from 0 to below 1, but is \[1\.0\]"),
+        ({"u": [-0.5]}, "u must lie"),
+        ({"u": [np.nan]}, "u must lie"),
+        ({"temperature": [-1.0]}, r"temperature must be 0 \(greedy\), .* is \[-1\.0\]"),
+        ({"temperature": [np.nan]}, "temperature must be"),
+        ({"top_k": [-1]}, "top_k must be at least 0"),
+        ({"top_p": [0.0]}, "top_p must be above 0"),
+        ({"min_p": [1.5]}, "min_p must be 0 to 1"),
+        ({**BIAS, "bias_tokens": [290]}, r"bias_tokens must lie in 0\.\.289, but contain \[290\]"),
+        ({**BIAS, "bias_tokens": [-1]}, r"bias_tokens must lie in 0\.\.289"),
+        ({**BIAS, "bias_after": [290]}, r"bias_after must lie in -1\.\.289"),
+        ({**BIAS, "bias_after": [-2]}, r"bias_after must lie in -1\.\.289"),
+        ({**BIAS, "bias": [np.inf]}, r"bias must be finite or -inf, but contains \[inf\]"),
+        ({**BIAS, "bias": [np.nan]}, r"bias must be finite or -inf, but contains \[nan\]"),
+        ({**BIAS, "bias_start": [0, 0]}, r"bias_start is \[0, 0\]; .* 1 bias entries"),
         (
             {"table_start": [[0, 3, 5], [4, 4, 5]], "first_positions": [[0, 0]] * 2},
             "2 cache groups",
@@ -166,6 +209,12 @@ def test_contradictions_are_refused(changes, message):
     """The kernel indexes raw memory: what it gets must have been checked."""
     with pytest.raises(InvalidPlan, match=message):
         prepare(**changes)
+
+
+@pytest.mark.parametrize("changes", [SCORE, HISTORY, BIAS, {"num_candidates": [39]}], ids=str)
+def test_what_is_just_inside_the_bounds_is_allowed(changes):
+    """The refusals above are of what they name."""
+    assert prepare(**changes).num_tokens == 5
 
 
 def test_groups_must_match_the_model():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +22,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from protos.plan import StepPlan
 from tests.support.sampled_steps import Case, Sampled, plan_of_cases, run_cases
+from tests.support.tiny_models import llama
 from worker.step import logits_edits, sampler
 
 INF = math.inf
@@ -316,3 +319,49 @@ def test_slices_of_dense_work_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(logits_edits, "MOST_AT_ONCE", 2 * VOCAB)
     assert torch.equal(run_cases(logits, plan_of_cases(cases), masks=masks).logits, right.logits)
     assert sampler.MOST_AT_ONCE > 2 * VOCAB
+
+
+# Through the runner
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_history_that_is_ahead_equals_one_that_is_known(served, is_padded: bool) -> None:
+    """Two steps in flight: what the first one sampled is in no plan, and is penalised all the
+    same. It does not leave the row: the other row's last token is another."""
+    prompts = [[1, 2, 3], [4, 5, 6, 7]]
+    it = served(llama, depth=2)
+    if is_padded:
+        it.runner.use_static_inputs(captures=False)
+    first, ahead = it.first_plan(*prompts, max_tokens=9), it.core.plan()
+    assert ahead.token_ids.tolist() == [-1, -1]
+    settings = {"repetition_penalty": 1.7, "frequency_penalty": 1.5, "presence_penalty": 0.5}
+
+    def with_history(plan: StepPlan, last: list[int], **changes: object) -> StepPlan:
+        histories = [
+            dict.fromkeys(prompt, 0) | {token: 1}
+            for prompt, token in zip(prompts, last, strict=True)
+        ]
+        values = {name: np.full(2, value, np.float32) for name, value in settings.items()}
+        tokens = [token for history in histories for token in history]
+        counts = [count for history in histories for count in history.values()]
+        start = np.cumsum([0, *map(len, histories)])
+        return replace(
+            plan,
+            sampling={**plan.sampling, **values},
+            history_start=start.astype(np.int32),
+            history_tokens=np.array(tokens, np.int32),
+            history_counts=np.array(counts, np.int32),
+            **changes,
+        )
+
+    launched = it.runner.launch(first)
+    running = it.runner.launch(with_history(ahead, [-1, -1]))
+    known = launched.wait().token_ids
+    got = running.wait().token_ids.tolist()
+    from_device = it.logits[-1]
+    again = it.step(with_history(ahead, known.tolist(), token_ids=known)).token_ids.tolist()
+    assert torch.equal(it.logits[-1], from_device)
+    assert again == got
+    plain = it.step(replace(ahead, token_ids=known))
+    assert not torch.equal(it.logits[-1], from_device), "no penalty was applied"
+    assert plain.is_finite.tolist() == [1, 1]

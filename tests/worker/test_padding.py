@@ -59,6 +59,19 @@ def test_mixed_steps_are_padded_to_powers_of_two() -> None:
     assert shapes.shape_of(0, 0, 0, 0) is None
 
 
+def test_steps_with_more_logits_than_rows_have_no_static_shape() -> None:
+    """All graphs share the memory of the largest decode step's logits; a graph of a scored prompt
+    would keep as much again, and more, for ever."""
+    shapes = PaddedShapes(2048, 40, 8)
+    assert shapes.decode_sizes[-1] == 40
+    for num_logits, padded in ((3, 16), (33, 40), (40, 40)):
+        shape = shapes.shape_of(130, 3, num_logits, 120)
+        assert shape is not None
+        assert shape.num_logits == padded
+    assert shapes.shape_of(130, 3, 41, 120) is None
+    assert shapes.shape_of(2048, 3, 2048, 2000) is None
+
+
 @pytest.mark.parametrize(
     ("shape", "lengths", "pages"),
     [

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
 from protos.plan import ANY_TOKEN, NO_CANDIDATES, UNKNOWN_TOKEN, Int32, StepPlan
 from protos.sampling import SAMPLER_FIELDS
 from worker.kv.geometry import CacheGroup
-
-PENALTIES: Final = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 class InvalidPlan(ValueError):
@@ -63,6 +60,7 @@ def check_plan(plan: StepPlan, bounds: PlanBounds) -> None:
         if len(values) > limit:
             raise InvalidPlan(f"{name} has {len(values)} entries; allowed: {limit}")
         _check_range(name, values, first, last)
+    _check_settings(plan)
     _check_num_entries(plan, bounds)
     _check_history(plan, max(most, bounds.num_embeddings))
     _check_biases(plan, most)
@@ -94,6 +92,20 @@ def _check_range(name: str, values: Int32, first: int, last: int) -> None:
         raise InvalidPlan(f"{name} must lie in {first}..{last}, but contain {odd.tolist()}")
 
 
+def _check_settings(plan: StepPlan) -> None:
+    """What else would lead the sampler out of the vocabulary, or make NaN."""
+    if not len(plan.u):
+        return
+    if not (plan.u.min() >= 0 and plan.u.max() < 1):  # NaN neither
+        raise InvalidPlan(f"u must lie from 0 to below 1, but is {plan.u.tolist()}")
+    together = np.array([plan.sampling[name] for name in SAMPLER_FIELDS], np.float64)
+    least, most = together.min(axis=1).tolist(), together.max(axis=1).tolist()
+    for (name, entry), first, last in zip(SAMPLER_FIELDS.items(), least, most, strict=True):
+        if not (entry.allows(first) and entry.allows(last)):
+            values = plan.sampling[name].tolist()
+            raise InvalidPlan(f"{name} must be {entry.allowed}, but is {values}")
+
+
 def _check_num_entries(plan: StepPlan, bounds: PlanBounds) -> None:
     """Entries of candidates; a result that is too large would find no memory."""
     asked = plan.num_candidates[plan.num_candidates >= 0]
@@ -117,14 +129,6 @@ def _check_history(plan: StepPlan, num_tokens: int) -> None:
     owners = np.repeat(np.arange(len(start) - 1), np.diff(start))[tokens == UNKNOWN_TOKEN]
     if np.any(np.diff(owners) == 0):
         raise InvalidPlan("history_tokens name the unknown token of a sample more than once")
-    for name in PENALTIES:
-        odd = [value for value in plan.sampling[name].tolist() if not _allows(name, value)]
-        if odd:
-            raise InvalidPlan(f"{name} must be {SAMPLER_FIELDS[name].allowed}, but is {odd}")
-
-
-def _allows(name: str, value: float) -> bool:
-    return SAMPLER_FIELDS[name].allows(value)
 
 
 def _check_biases(plan: StepPlan, vocab_size: int) -> None:

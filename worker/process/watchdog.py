@@ -3,8 +3,8 @@
 A step that hangs (in a deadlock, in a driver) cannot be cancelled from within, but a new process
 can take over the requests. Time is added up poll by poll, so that a process that was stopped and
 continued does not find its step overdue. Waiting for a mask does not count: the scheduler is late
-then, not the worker. A hang that holds the interpreter's lock stops this thread, too: then the pings
-stop, and systemd ends the process (WatchdogSec=).
+then, not the worker. A hang that holds the interpreter's lock stops this thread, too: then the
+pings stop, and systemd ends the process (WatchdogSec=).
 
 Owns: this decision. Does not own: which step is running (completion.py reports it to the link).
 """

@@ -53,8 +53,15 @@ def token_logprobs(logits: Tensor, asked: Asked, own: Tensor) -> Iterator[Answer
         exists = tokens < vocab_size
         values = logprobs.gather(1, tokens.clamp(max=vocab_size - 1)[:, None])
         values = torch.where(exists[:, None], values, -math.inf)
-        ranks = 1 + (logprobs > values).sum(dim=-1)
+        ranks = 1 + _num_greater(logprobs, values)
         yield _answers(ranks, tokens[:, None], values, logprobs, k)
+
+
+def _num_greater(numbers: Tensor, than: Tensor) -> Tensor:
+    """[R, V], [R, 1] → int64 [R]"""
+    if numbers.device.type == "cpu":  # numpy counts four times as fast as torch sums
+        return torch.from_numpy(np.count_nonzero(numbers.numpy() > than.numpy(), axis=1))
+    return (numbers > than).sum(dim=-1)
 
 
 def beam_candidates(logprobs: Tensor, asked: Asked) -> Iterator[Answers]:

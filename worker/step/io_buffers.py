@@ -155,9 +155,9 @@ class InputBuffer:
         fixed = SampleRows(
             logits=self._tensors["sample_logits"][:count],
             rows=self._tensors["sample_rows"][:count],
-            greedy=order[:0],
+            greedy=order,
             plain=order,
-            truncated=order[:0],
+            truncated=order,
             u=self._tensors["u"][:count],
             parameters={name: self._tensors[name][:count] for name in _PARAMETERS},
         )

@@ -5,6 +5,7 @@ torch.topk leaves the order of equals open, so two devices, or two batches, coul
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -12,40 +13,36 @@ import torch
 from torch import Tensor
 
 _KEY_BITS: Final = 2**32
+_WITHOUT_KEYS: Final = ("cpu", "mps")  # kinds of devices that sort whole rows
 
 
-def largest(values: Tensor, size: int) -> Tensor:
-    """Ids of the `size` largest of each row of `values` (float32 [R, V], size ≤ V). A row that
-    holds NaN gets some valid ids. Nothing here waits for a CUDA device.
+def largest(values: Tensor, size: int, rows: Tensor | None = None) -> Tensor:
+    """Ids of the `size` largest of each row of `values` (float32 [., V], size ≤ V), or of each of
+    `rows` (int64). A row that holds NaN gets some valid ids. Nothing here waits for a CUDA device.
 
     int64 [R, size]
     """
-    num_rows, width = values.shape
-    if size == 0 or num_rows == 0:
-        return torch.zeros(num_rows, size, dtype=torch.int64, device=values.device)
-    if values.device.type == "cpu" and size < width:
-        return _largest_on_host(values, size)
-    if values.device.type == "cuda" and size < width:
-        return (
-            ordered_keys(values)
-            .topk(size, dim=-1)
-            .values.remainder_(_KEY_BITS)
-            .neg_()
-            .add_(width - 1)
-        )
+    width, device = values.shape[1], values.device
+    if device.type == "cpu" and size < width:
+        return _largest_on_host(values, size, range(len(values)) if rows is None else rows.tolist())
+    if rows is not None:
+        values = values[rows]
+    if device.type not in _WITHOUT_KEYS and size < width:
+        keys = ordered_keys(values).topk(size, dim=-1).values
+        return (width - 1) - keys.remainder(_KEY_BITS)
     return torch.sort(values, dim=-1, descending=True, stable=True).indices[:, :size]
 
 
-def _largest_on_host(values: Tensor, size: int) -> Tensor:
+def _largest_on_host(values: Tensor, size: int, rows: Sequence[int]) -> Tensor:
     # numpy finds the size-th largest five times faster than torch.topk finds the ids
     array = values.numpy()
-    ids = np.empty((len(array), size), np.int64)
-    for index, row in enumerate(array):
-        bound = np.partition(row, -size)[-size]
-        found = np.flatnonzero(row >= bound)  # more than size if several equal the bound
+    ids = np.empty((len(rows), size), np.int64)
+    for index, row in enumerate(rows):
+        bound = np.partition(array[row], -size)[-size] if size else np.inf
+        found = np.flatnonzero(array[row] >= bound)  # more than size if several equal the bound
         if len(found) < size:  # NaN
             found = np.arange(size)
-        ids[index] = found[np.argsort(-row[found], kind="stable")[:size]]
+        ids[index] = found[np.argsort(-array[row, found], kind="stable")[:size]]
     return torch.from_numpy(ids)
 
 

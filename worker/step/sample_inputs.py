@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -96,7 +96,7 @@ class SampleInputs:
 
     def on_device(self, tensors: Sequence[Tensor], fixed: SampleRows) -> StepSamples:
         """`tensors` are `arrays` on the device, `fixed` the arrays of all samples, with
-        `sample_order` in the place of `plain`."""
+        all of `sample_order` in the place of `plain`."""
         return StepSamples(
             slices=tuple(_slice_on_device(part, tensors, fixed) for part in self._slices),
             rows=fixed.rows,
@@ -133,21 +133,14 @@ def _asked(places: _AskedPlaces | None, tensors: Sequence[Tensor]) -> Asked | No
 
 
 def _slice_on_device(part: _Slice, tensors: Sequence[Tensor], fixed: SampleRows) -> SampleSlice:
-    here = slice(part.begin, part.end)
-    greedy, plain, truncated = fixed.plain[here].split(part.num_each)
+    if part.end - part.begin < len(fixed.rows):
+        fixed = _cut(fixed, slice(part.begin, part.end))
+    greedy, plain, truncated = fixed.plain.split(part.num_each)
     return SampleSlice(
         begin=part.begin,
         end=part.end,
         is_in_order=part.is_in_order,
-        samples=SampleRows(
-            logits=fixed.logits[here],
-            rows=fixed.rows[here],
-            greedy=greedy,
-            plain=plain,
-            truncated=truncated,
-            u=fixed.u[here],
-            parameters={name: tensor[here] for name, tensor in fixed.parameters.items()},
-        ),
+        samples=replace(fixed, greedy=greedy, plain=plain, truncated=truncated),
         edits=None if part.edits is None else Edits(*(tensors[place] for place in part.edits)),
         beams=_asked(part.beams, tensors),
         raw=_asked(part.raw, tensors),
@@ -155,51 +148,54 @@ def _slice_on_device(part: _Slice, tensors: Sequence[Tensor], fixed: SampleRows)
     )
 
 
+def _cut(fixed: SampleRows, here: slice) -> SampleRows:
+    return replace(
+        fixed,
+        logits=fixed.logits[here],
+        rows=fixed.rows[here],
+        plain=fixed.plain[here],
+        u=fixed.u[here],
+        parameters={name: tensor[here] for name, tensor in fixed.parameters.items()},
+    )
+
+
 def prepare_samples(plan: StepPlan, vocab_size: int, most_at_once: int) -> SampleInputs:
     """Inputs of a plan that `check_plan` let pass, in slices of `most_at_once` samples."""
     inputs, count = SampleInputs(), len(plan.sample_rows)
-    is_asked = plan.num_candidates >= 0
-    items = np.cumsum(is_asked) - 1
+    num_asked = int(np.count_nonzero(plan.num_candidates >= 0))
     if len(plan.score_tokens):
-        numbers = np.count_nonzero(is_asked) + np.arange(len(plan.score_tokens))
+        numbers = num_asked + np.arange(len(plan.score_tokens))
         rows = plan.score_logits.astype(np.int64)
         inputs._scores, order = inputs._ask(numbers, rows, plan.score_candidates)
         inputs._score_tokens = inputs._place(plan.score_tokens[order])
-    is_last = np.append(plan.sample_rows[1:] != plan.sample_rows[:-1], True)[:count]
-    if not is_last.all():
-        inputs._last = inputs._place(np.flatnonzero(is_last))
+    is_same = plan.sample_rows[1:] == plan.sample_rows[:-1]  # as the row of the sample before
+    if is_same.any():
+        inputs._last = inputs._place(np.flatnonzero(np.append(~is_same, True)))
     for begin in range(0, count, most_at_once):
         end = min(begin + most_at_once, count)
-        _add_slice(inputs, plan, vocab_size, begin, end, items)
+        _add_slice(inputs, plan, vocab_size, begin, end)
     return inputs
 
 
-def _add_slice(
-    inputs: SampleInputs, plan: StepPlan, vocab_size: int, begin: int, end: int, items: Int64
-) -> None:
+def _add_slice(inputs: SampleInputs, plan: StepPlan, vocab_size: int, begin: int, end: int) -> None:
     here = slice(begin, end)
     kinds = split_rows({name: array[here] for name, array in plan.sampling.items()}, vocab_size)
     inputs.sample_order += kinds
-    num_entries = np.diff(plan.history_start[begin : end + 1])
-    num_entries = num_entries + np.diff(plan.bias_start[begin : end + 1])
     is_beam = plan.is_beam[here] == 1
+    is_changed = is_beam
+    if len(plan.history_tokens) or len(plan.bias):
+        starts = plan.history_start[begin : end + 1] + plan.bias_start[begin : end + 1]
+        is_changed = is_beam | (np.diff(starts) > 0)
+    edits = _place_edits(inputs, plan, vocab_size, here, is_beam) if is_changed.any() else None
     is_asked = plan.num_candidates[here] >= 0
     beams, raw, kept = None, None, None
     if is_asked.any():
-        beams = _ask_samples(inputs, plan, begin, is_asked & is_beam, items)
-        raw = _ask_samples(inputs, plan, begin, is_asked & ~is_beam, items)
-        changed = is_asked & ~is_beam & ((num_entries > 0) | plan.awaits_mask)
-        if changed.any():
-            kept = inputs._place(np.flatnonzero(changed))
-    edits = None
-    if is_beam.any() or num_entries.any():
-        arrays = _edits(plan, vocab_size, begin, end, np.flatnonzero(is_beam))
-        edits = Edits(
-            *(
-                inputs._place(array, np.float32 if name in _FLOATS else np.int64)
-                for name, array in zip(Edits._fields, arrays, strict=True)
-            )
-        )
+        items = np.count_nonzero(plan.num_candidates[:begin] >= 0) + np.cumsum(is_asked) - 1
+        ks, is_raw = plan.num_candidates[here], is_asked & ~is_beam
+        beams = _ask_samples(inputs, is_asked & is_beam, items, ks)
+        raw = _ask_samples(inputs, is_raw, items, ks)
+        is_kept = is_raw & (is_changed | plan.awaits_mask)
+        kept = inputs._place(np.flatnonzero(is_kept)) if is_kept.any() else None
     inputs._slices.append(
         _Slice(
             begin=begin,
@@ -214,47 +210,47 @@ def _add_slice(
     )
 
 
-_FLOATS = ("bias", "history_counts")
-
-
 def _ask_samples(
-    inputs: SampleInputs, plan: StepPlan, begin: int, which: npt.NDArray[np.bool_], items: Int64
+    inputs: SampleInputs, which: npt.NDArray[np.bool_], items: Int64, ks: Int32
 ) -> _AskedPlaces | None:
     rows = np.flatnonzero(which)
-    if not len(rows):
-        return None
-    return inputs._ask(items[begin + rows], rows, plan.num_candidates[begin + rows])[0]
+    return inputs._ask(items[rows], rows, ks[rows])[0] if len(rows) else None
 
 
-def _edits(
-    plan: StepPlan, vocab_size: int, begin: int, end: int, beams: Int64
-) -> Edits[npt.NDArray[Any]]:
-    rows, entries = _entries(plan.history_start, begin, end)
+def _place_edits(
+    inputs: SampleInputs,
+    plan: StepPlan,
+    vocab_size: int,
+    here: slice,
+    is_beam: npt.NDArray[np.bool_],
+) -> Edits[int]:
+    rows, entries = _entries(plan.history_start, here)
     tokens = plan.history_tokens[entries]
     counts = np.where(tokens < 0, 1, plan.history_counts[entries])
     exists = tokens < vocab_size  # a prompt may hold ids that no logits belong to
-    bias_rows, bias_entries = _entries(plan.bias_start, begin, end)
+    bias_rows, bias_entries = _entries(plan.bias_start, here)
     bias = plan.bias[bias_entries]
     is_ban = bias == -math.inf
     banned, ban_places = np.unique(bias_rows[is_ban], return_inverse=True)
     bias_tokens, after = plan.bias_tokens[bias_entries], plan.bias_after[bias_entries]
     return Edits(
-        beams=beams,
-        bias_rows=bias_rows[~is_ban],
-        bias_tokens=bias_tokens[~is_ban],
-        bias_after=after[~is_ban],
-        bias=bias[~is_ban],
-        history_rows=rows[exists],
-        history_tokens=tokens[exists],
-        history_counts=counts[exists],
-        banned=banned,
-        ban_places=ban_places,
-        ban_tokens=bias_tokens[is_ban],
-        ban_after=after[is_ban],
+        beams=inputs._place(np.flatnonzero(is_beam)),
+        bias_rows=inputs._place(bias_rows[~is_ban]),
+        bias_tokens=inputs._place(bias_tokens[~is_ban]),
+        bias_after=inputs._place(after[~is_ban]),
+        bias=inputs._place(bias[~is_ban], np.float32),
+        history_rows=inputs._place(rows[exists]),
+        history_tokens=inputs._place(tokens[exists]),
+        history_counts=inputs._place(counts[exists], np.float32),
+        banned=inputs._place(banned),
+        ban_places=inputs._place(ban_places),
+        ban_tokens=inputs._place(bias_tokens[is_ban]),
+        ban_after=inputs._place(after[is_ban]),
     )
 
 
-def _entries(start: Int32, begin: int, end: int) -> tuple[Int64, slice]:
-    """The sample of each entry, from `begin`, and where these entries are."""
-    lengths = np.diff(start[begin : end + 1])
-    return np.repeat(np.arange(end - begin), lengths), slice(int(start[begin]), int(start[end]))
+def _entries(start: Int32, here: slice) -> tuple[Int64, slice]:
+    """The sample of each entry, from the slice's first on, and where these entries are."""
+    starts = start[here.start : here.stop + 1]
+    rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    return rows, slice(int(starts[0]), int(starts[-1]))

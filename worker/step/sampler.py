@@ -6,8 +6,8 @@ token depends on its own logits, settings and uniform number only, never on its 
 operation here works row by row, in an order that the row alone fixes. (Hence sums are cumulative
 sums: torch splits a plain sum over threads by the shape of the batch.)
 
-Owns: the choice. Does not own: where `u` comes from (the scheduler's hash of seed and position),
-penalties and bias, which change the logits before.
+Owns: the choice. Does not own: where `u` comes from (the scheduler's hash of seed and position);
+penalties, biases and masks, which change the logits before (logits_edits.py).
 
 The price: sorting a row of 49,152 logits costs some 5 ms on a CPU core, so there a row is first
 tried with its 256 largest logits, then with 4,096, and sorted whole only if that is not enough.
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from protos.plan import Arrays
+from worker.step.largest import largest
 
 NumpyIndices = npt.NDArray[np.int64]
 
@@ -144,7 +145,7 @@ def _draw_from_kept(
     for size in (*sizes, vocab_size):
         undecided = []
         for rows in left.split(max(1, MOST_AT_ONCE // size)):
-            ids = _largest(scaled, rows, size)
+            ids = largest(scaled, size, rows)
             at = (rows[:, None], ids)
             chosen, is_enough = _draw(
                 scaled[at], probs[at], vocab_size, top_k[rows], top_p[rows], min_p[rows], u[rows]
@@ -156,23 +157,6 @@ def _draw_from_kept(
         if not len(left):
             break
     return tokens
-
-
-def _largest(scaled: Tensor, rows: Tensor, size: int) -> Tensor:
-    """Ids of the `size` largest of each of `rows`, falling, the lower id first among equals.
-
-    int64 [len(rows), size]
-    """
-    if size == scaled.shape[1]:
-        return torch.sort(scaled[rows], dim=-1, descending=True, stable=True).indices
-    # numpy finds the size-th largest five times faster than torch.topk finds the ids
-    values = scaled.numpy()
-    ids = np.empty((len(rows), size), np.int64)
-    for index, row in enumerate(rows.tolist()):
-        bound = np.partition(values[row], -size)[-size]
-        found = np.flatnonzero(values[row] >= bound)  # more than size if several equal the bound
-        ids[index] = found[np.argsort(-values[row, found], kind="stable")[:size]]
-    return torch.from_numpy(ids)
 
 
 def _draw(

@@ -11,6 +11,7 @@ import numpy as np
 
 from protos.plan import Int32
 from scheduler_svc.core.memory.block_names import Name
+from scheduler_svc.core.memory.cache_events import CacheEvents
 from scheduler_svc.core.memory.cache_pool import CachePool
 from scheduler_svc.core.memory.counts import Counts
 
@@ -31,6 +32,7 @@ class FullAttentionAllocator:
         self.cached: dict[int, None] = {}  # those with content, least recently used first
         self.name_of: dict[int, Name] = {}  # block → name, owned or free
         self.block_of: dict[Name, int] = {}
+        self.events: CacheEvents | None = None  # told what is forgotten, if anybody listens
         # [block] how often its name was forgotten: unchanged while a named block keeps its content
         self.stamps = np.zeros(len(self.owners), np.int64)
 
@@ -88,11 +90,13 @@ class FullAttentionAllocator:
         for chunk in reversed(dict.fromkeys(reversed(unused))):  # in order of their last blocks
             self._release(chunk)
 
-    def publish(self, block: int, name: Name) -> None:
+    def publish(self, block: int, name: Name) -> bool:
         """Names an owned block's content for sharing; the first block of a name wins."""
-        if name not in self.block_of and block not in self.name_of:
+        is_new = name not in self.block_of and block not in self.name_of
+        if is_new:
             self.block_of[name] = block
             self.name_of[block] = name
+        return is_new
 
     def forget(self, block: int) -> None:
         """Removes a block's name; if the block is free, its content is lost."""
@@ -100,6 +104,8 @@ class FullAttentionAllocator:
         if name is not None:
             del self.block_of[name]
             self.stamps[block] += 1
+            if self.events is not None:
+                self.events.remove(name)
             if block in self.cached:
                 del self.cached[block]
                 self.free[block] = None

@@ -19,6 +19,7 @@ import numpy as np
 from protos.plan import Int32
 from scheduler_svc.core.memory.allocators import FullAttentionAllocator
 from scheduler_svc.core.memory.block_names import BlockNames, Name, num_common
+from scheduler_svc.core.memory.cache_events import CacheEvents, StoredBlock
 from scheduler_svc.core.request import Hit, Request, Swapped
 
 
@@ -108,10 +109,20 @@ class PrefixCache:
         starts behind the page (first_pages [G]) has released its block already."""
         name = self._names.of(request, page + 1)[page]
         for allocator, block, first in zip(self._allocators, blocks, first_pages, strict=True):
-            if page >= first:
-                allocator.publish(block, name)
+            if page >= first and allocator.publish(block, name) and allocator.events is not None:
+                parent = request.names[page - 1] if page else None
+                begin = page * self._page_size
+                tokens = tuple(request.token_ids[begin : begin + self._page_size])
+                allocator.events.store(StoredBlock(name, parent, tokens))
         if self._promised.get(name) is request:
             del self._promised[name]
+
+    def report_to(self, events: CacheEvents) -> None:
+        """From now on `events` records the blocks of the first full-attention group, or of the
+        first group if there is none."""
+        events.clear()
+        if self._allocators:
+            (self._full or self._allocators)[0].events = events
 
     def break_promises(self, request: Request) -> None:
         """Ends all promises of a request that loses its blocks."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +13,7 @@ from protos.plan import Int32, StepResult
 from scheduler_svc.core.lock_step import advance_beams
 from scheduler_svc.core.request import Request, RequestState, TokenScore
 from scheduler_svc.core.state import InFlight, State
-
-MAX_MICROSECONDS: Final = 86_400_000_000  # of one step: a day
+from scheduler_svc.core.step.result_check import why_not_the_result
 
 
 @dataclass(slots=True)
@@ -26,30 +24,6 @@ class Absorbed:
     scored: list[Request] = field(default_factory=list)  # their last prompt_scores are new
     ended: list[Request] = field(default_factory=list)
     not_finite: list[Request] = field(default_factory=list)  # unfinished; the caller fails them
-
-
-def why_not_the_result(step: InFlight, result: StepResult, vocab_size: int = 0) -> str | None:
-    """How a worker's result contradicts the plan; None if it does not. `vocab_size` bounds the
-    token ids; 0 = unknown."""
-    if result.step_id != step.step_id:
-        return f"the result of step {result.step_id} came where {step.step_id} was due"
-    if len(result.token_ids) != len(step.sampled):
-        return f"{len(result.token_ids)} tokens for {len(step.sampled)} samples"
-    if len(result.is_finite) != len(step.rows):
-        return f"{len(result.is_finite)} verdicts on {len(step.rows)} rows"
-    if vocab_size:
-        odd = result.token_ids[(result.token_ids < 0) | (result.token_ids >= vocab_size)]
-        if len(odd):
-            return f"token {odd[0]} is outside of the vocabulary of {vocab_size}"
-    if np.count_nonzero(result.is_finite >> 1):  # also of negative numbers
-        odd = result.is_finite[result.is_finite >> 1 != 0]
-        return f"{odd[0]} as a verdict on a row; allowed: 0, 1"
-    for name in ("device_microseconds", "queue_microseconds"):
-        if not 0 <= getattr(result, name) <= MAX_MICROSECONDS:
-            return f"{name} is {getattr(result, name)}"
-    prompts = step.reports.prompts
-    scored = [scored.token_ids(step.requests[scored.place]) for scored in prompts]
-    return step.reports.why_not(result, scored, vocab_size)
 
 
 def absorb(state: State, result: StepResult) -> Absorbed:
@@ -167,11 +141,12 @@ def _append_tokens(
     if len(step.reports.num_candidates):
         is_accepted = is_accepted.copy()
         is_accepted[is_accepted] = is_appended
-        for sample in step.reports.reported_samples.tolist():
-            score = next(scores)
-            place = int(step.sampled_for[sample])
+        reported = step.reports.reported_samples
+        places, is_kept = step.sampled_for[reported].tolist(), is_accepted[reported].tolist()
+        # `scores` comes last, so that zip leaves those of prompts
+        for place, kept, score in zip(places, is_kept, scores, strict=False):
             request = step.requests[place]
-            if is_accepted[sample]:
+            if kept:
                 request.scores.append(score)
             elif request.beams is not None and is_tenant[place] and is_finite[place]:
                 request.beams.arrive(request, score)

@@ -74,10 +74,12 @@ class Batch:
         self.tokens_left = limits.max_batch_tokens
         self.requests_left = limits.max_requests_per_batch
         self.pages_left = limits.cache_budget or sys.maxsize  # sys.maxsize = not counted
-        # tokens with logits, beyond one for each row: for drafts and scores of prompts
+        # Logits, and places for samples, beyond one for each row: drafts need them, and scores of
+        # prompts, unless the worker has logits for all tokens of a step.
         self.logits_left = sys.maxsize
-        if state.geometry.max_logits:
-            self.logits_left = max(0, state.geometry.max_logits - state.rows.num_rows)
+        if max_logits := state.geometry.max_logits:
+            self.logits_left = max(0, max_logits - state.rows.num_rows)
+        self._scores_need_logits = 0 < max_logits < limits.max_batch_tokens
         owners = state.memory.counts.owners if limits.cache_budget else []
         self._is_read = [np.zeros(len(counts), np.bool_) for counts in owners]  # [G][block]
         self.prompt_time: PromptTime | None = None  # None = no limit
@@ -144,7 +146,9 @@ class Batch:
         if self.state.rows.num_speculating:
             drafts = self._drafts_to_spare(rows)
             if drafts.any() and self._add_at_once(rows, ones + drafts):
-                self.logits_left -= int(drafts.sum())
+                of_rows = max(0, int(drafts.sum()) - self._logits_for_drafts)
+                self.logits_left -= int(drafts.sum()) - of_rows
+                del self.free_rows[len(self.free_rows) - of_rows :]
                 return
         if not self._add_at_once(rows, ones):
             for row in rows.tolist():
@@ -169,10 +173,18 @@ class Batch:
         self._add(Part(rows, counts, needed, np.zeros(needed.shape, np.bool_)), num_read, rows)
         return True
 
+    @property
+    def _logits_for_drafts(self) -> int:
+        return self.logits_left // 2 if self._scores_need_logits else self.logits_left
+
     def _drafts_to_spare(self, rows: Int32) -> Int32:
-        """Draft tokens of each decoding row that the step may verify [R]. Half of the tokens and
-        logits left are for prompts."""
-        spare = min(self.tokens_left - len(rows), self.logits_left) // 2
+        """Draft tokens of each decoding row that the step may verify [R]. Half of the tokens left
+        are for prompts, and half of the logits, if these need any. Drafts beyond those take the
+        places of free rows, but for those that the first waiting request needs."""
+        first = next(self.state.pending.in_order(), None)
+        kept_rows = 0 if first is None else 1 + len(first.siblings)
+        places = self._logits_for_drafts + max(0, len(self.free_rows) - kept_rows)
+        spare = min((self.tokens_left - len(rows)) // 2, places)
         drafts = self.state.rows.num_drafts[rows]
         spared: Int32 = np.clip(spare - (drafts.cumsum(dtype=np.int32) - drafts), 0, drafts)
         return spared
@@ -187,7 +199,7 @@ class Batch:
         is_prompt = not self.state.rows.is_decoding[row]
         count = min(self._cut(wanted, computed) if is_prompt else wanted, self.tokens_left)
         request = self.state.rows.running[row]
-        if request.num_unscored:
+        if request.num_unscored and self._scores_need_logits:
             count = self._cut_scores(request, count, computed)
         if count == 0 or self.requests_left == 0:
             return
@@ -221,7 +233,7 @@ class Batch:
         assert not self.stalled, "admission beside stalled rows"
         request, memory, computed = candidate.request, self.state.memory, candidate.num_computed
         count = min(self._cut(wanted, computed), self.tokens_left)
-        if request.num_unscored:
+        if request.num_unscored and self._scores_need_logits:
             count = self._cut_scores(request, count, computed)
         if self.requests_left == 0:
             return False
@@ -284,7 +296,7 @@ class Batch:
     def _spend(self, request: Request, num_tokens: int, num_computed: int) -> None:
         if self.prompt_time:
             self.prompt_time.spend(num_tokens, num_computed)
-        if request.num_unscored:
+        if request.num_unscored and self._scores_need_logits:
             self.logits_left -= _num_scores(request, num_tokens, num_computed)
             self.logits_left = max(0, self.logits_left)  # one score may take the row's own logits
 

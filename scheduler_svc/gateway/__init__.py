@@ -1,0 +1,1 @@
+"""vllm.grpc.engine.VllmEngine, by which the gateway `smg` drives Chairlift; the extra `gateway`."""
