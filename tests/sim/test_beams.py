@@ -57,7 +57,7 @@ def test_in_any_timing(name: str) -> None:
     """Workers die and steps fail between the candidates of one beam and the next; a preempted group
     returns while a plan still names one of its rows."""
     setup = replace(SETUPS[name], max_plans_in_flight=2)
-    outcome, seen = run_in_any_timing(setup, drawn(setup, 3, 14), seed=3)
+    outcome, seen = run_in_any_timing(setup, drawn(setup, 3, 18), seed=3)
     assert seen["ahead"]
     assert outcome.beam_scores
 
