@@ -61,7 +61,9 @@ class Geometry:
     num_swap_chunks: int = 0
     overlaps_swap: bool = False  # swap-outs run beside the forward, until the plan's result
     device: str = ""  # as torch names it: "cpu", "cuda:0"
-    max_logits: int = 0  # tokens of one step whose logits can be computed; 0 = all
+    max_logits: int = (
+        0  # tokens of one step whose logits can be computed; at least rows, or 0 = all
+    )
 
     @property
     def usable_chunks(self) -> int:
