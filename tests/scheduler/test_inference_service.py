@@ -105,9 +105,9 @@ async def test_requests_get_an_id_and_a_seed(edge: Edge) -> None:
         ),
         ({"request_id": "a\nb"}, grpc.StatusCode.INVALID_ARGUMENT, "request_id"),
         (
-            {"sampling": pb.SamplingParams(beam_width=2)},
-            grpc.StatusCode.UNIMPLEMENTED,
-            "sampling.beam_width",
+            {"sampling": pb.SamplingParams(beam_width=2, n=3)},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "sampling.n is 3; allowed: 1 to 2 (beam_width)",
         ),
         (
             {"sampling": pb.SamplingParams(n=65)},
