@@ -58,7 +58,7 @@ def gateway_line(options: GatewayOptions, scheduler: Sequence[str]) -> list[str]
         *("--worker-urls", f"grpc://{_reachable(host)}:{port}"),
         *("--worker-startup-check-interval", "1", "--policy", "cache_aware"),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port())),
-        *("--history-backend", "none", "--log-level", "warn"),
+        *("--history-backend", "none", "--log-level", "error"),
         *("--shutdown-grace-period-secs", str(_GRACE_SECONDS)),
     ]
 
