@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -122,14 +123,16 @@ async def test_the_end_says_what_matched(edge: Edge) -> None:
     """A gateway hides what ended an answer, and must know what it is."""
     *_, last = await answers(edge, request(stop_token_ids=[71]))
     assert (last.complete.finish_reason, last.complete.matched_token_id) == ("stop", 71)
-    *_, last = await answers(edge, request(stop=["G"]))
-    assert (last.complete.finish_reason, last.complete.matched_stop_str) == ("stop", "G")
+    said = edge.server.served.model.tokenizer.decode([71], True)
+    *_, last = await answers(edge, request(stop=[said]))
+    assert (last.complete.finish_reason, last.complete.matched_stop_str) == ("stop", said)
 
 
 async def test_abort_ends_the_request(edge: Edge) -> None:
     """An unknown id is no error."""
     call = stub(edge).Generate(request())
-    await call.wait_for_connection()
+    while "a" not in edge.engine.live:
+        await asyncio.sleep(0.01)
     await stub(edge).Abort(vllm.AbortRequest(request_ids=["a", "nobody"]))
     *_, last = [response async for response in call]
     assert last.complete.finish_reason == "abort"
