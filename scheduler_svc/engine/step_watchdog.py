@@ -1,7 +1,8 @@
 """Detects a worker that sends heartbeats but makes no progress with its steps.
 
 Progress is a result, or the start of a step when none was in flight. While the worker reports that
-it is loading, capturing or compiling, which may take long, the clock is stopped.
+it is loading, capturing or compiling, which may take long, or waits for a mask that the scheduler
+has yet to send, the clock is stopped.
 
 A step that the worker reports as finished, although its result never came, need not wait for the
 limit: results and heartbeats arrive in order. Two heartbeats must report it, in case a worker
@@ -14,7 +15,7 @@ from typing import Final
 
 from protos import link_pb2
 
-UNHURRIED: Final = ("loading", "capturing", "compiling")
+UNHURRIED: Final = ("loading", "capturing", "compiling", "mask")
 
 
 class StepWatchdog:
