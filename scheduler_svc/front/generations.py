@@ -108,6 +108,7 @@ class Generations:
             self._config.max_requests_per_batch,
             is_streamed,
         )
+        stream.prompt_token_ids = submission.new.prompt_token_ids
         if not stream.has_ended:
             self._begin(stream, submission)
         return submission.new.sampling.seed

@@ -36,6 +36,7 @@ class LiveStream:
         self.num_siblings = num_siblings
         self._first_index = first_index  # above 0 if a later sibling is resumed
         self.arrival = time.monotonic()
+        self.prompt_token_ids: Sequence[int] = ()  # once the request has been validated
         self.is_submitted = False  # the engine knows the request, and will say how it ends
         self._ended = asyncio.Event()
         self._failure: ChairliftError | None = None

@@ -40,7 +40,6 @@ def translated(request: Any) -> pb.GenerateRequest:
             setattr(params, name, _int32(name, value) if isinstance(value, int) else value)
     params.stop.extend(asked.stop)
     params.stop_token_ids.extend(map(_token_id, asked.stop_token_ids))
-    params.bad_words.extend(())
     params.logit_bias.update(asked.logit_bias)
     params.ignore_eos = asked.ignore_eos
     params.include_stop_str_in_output = asked.include_stop_str_in_output

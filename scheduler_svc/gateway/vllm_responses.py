@@ -1,7 +1,8 @@
 """The messages of VllmEngine.Generate, made from the engine's events.
 
 Streamed: chunks of new tokens, then one complete per sibling, which repeats none of them. In one
-piece: one complete per sibling. Counts of a chunk are those so far.
+piece: one complete per sibling. As in vLLM, `completion_tokens` of a chunk is the number of its
+tokens, not of all so far. How many prompt tokens were cached is known with the complete.
 """
 
 from __future__ import annotations
@@ -15,22 +16,19 @@ from scheduler_svc.core.request import TokenScore
 from scheduler_svc.engine.events import Delta, Finished
 
 
-class Progress:
-    """What has been sent of one request."""
+class Answers:
+    """The messages of one request."""
 
     def __init__(self, prompt_token_ids: Sequence[int]) -> None:
         self._prompt = prompt_token_ids
-        self._num_sent: dict[int, int] = {}  # by sibling
 
     def chunk(self, delta: Delta) -> Any:
         """A GenerateResponse with the tokens of a delta."""
-        sent = self._num_sent.get(delta.index, 0) + len(delta.token_ids)
-        self._num_sent[delta.index] = sent
         return vllm.GenerateResponse(
             chunk=vllm.GenerateStreamChunk(
                 token_ids=delta.token_ids,
                 prompt_tokens=len(self._prompt),
-                completion_tokens=sent,
+                completion_tokens=len(delta.token_ids),
                 output_logprobs=_output_logprobs(delta.logprobs),
                 input_logprobs=self._input_logprobs(delta.prompt_logprobs),
                 index=delta.index,

@@ -30,7 +30,7 @@ from scheduler_svc.front.streams import LiveStreams
 from scheduler_svc.gateway.cache_batches import batches
 from scheduler_svc.gateway.tokenizer_archive import pieces, tokenizer_archive
 from scheduler_svc.gateway.vllm_requests import translated
-from scheduler_svc.gateway.vllm_responses import Progress
+from scheduler_svc.gateway.vllm_responses import Answers
 from scheduler_svc.settings.config import Config
 
 if TYPE_CHECKING:
@@ -62,17 +62,17 @@ class VllmService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc
         self._last_request = time.time()
         own = translated(request)
         async with self._generations.run(own, request.stream) as (stream, _):
-            progress = Progress(request.tokenized.input_ids)
+            answers = Answers(stream.prompt_token_ids)
             if not request.stream:
                 for delta, end in await stream.whole():
-                    await context.write(progress.complete(end, delta))
+                    await context.write(answers.complete(end, delta))
                 return
             while (event := await stream.next()) is not None:
                 if isinstance(event, Delta):
-                    await context.write(progress.chunk(event))
+                    await context.write(answers.chunk(event))
                 else:
                     assert isinstance(event, Finished)
-                    await context.write(progress.complete(event))
+                    await context.write(answers.complete(event))
 
     async def Abort(self, request: Any, context: Context) -> Any:
         await self._generations.abort(request.request_ids)

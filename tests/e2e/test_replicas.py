@@ -1,8 +1,7 @@
-"""Two scheduler-worker pairs behind one gateway with cache-aware routing."""
+"""Two scheduler-worker pairs behind one gateway: prefixes stick, and a killed pair is survived."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -13,89 +12,92 @@ from typing import Any
 import pytest
 
 from client import Chairlift
-from tests.support.http_gateway import gateway_alone, wait_for_model
-from tests.support.processes import Server, free_port
+from tests.support.openai_http import MISSING, NEEDS, gateway
+from tests.support.processes import Server
 
-openai = pytest.importorskip("openai", reason="needs the package openai")
-pytest.importorskip("smg", reason="needs the extra gateway")
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=NEEDS)
 
-
-class Replicas:
-    def __init__(self, pairs: list[Server], port: int) -> None:
-        self.pairs = pairs
-        url = f"http://127.0.0.1:{port}/v1"
-        self._client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
-
-    def complete(self, prompt: str, max_tokens: int = 4) -> Any:
-        return self._client.completions.create(
-            model="tiny", prompt=prompt, max_tokens=max_tokens, temperature=0
-        )
-
-    def prefix_queries(self) -> list[int]:
-        """Prompt tokens that each pair has looked up."""
-        counts: list[int] = []
-        for pair in self.pairs:
-            with Chairlift(pair.address) as chairlift:
-                counts.append(chairlift.get_cache().prefix_queries)
-        return counts
+MODEL = "tiny"
 
 
 @pytest.fixture(scope="module")
-def replicas(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
-    folder = tmp_path_factory.mktemp("replicas")
-    pairs = [
-        Server(folder / f"{name}.log", model=tiny_model, served_model_name="tiny", num_blocks=600)
-        for name in "ab"
+def pairs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    """Both are started before the first is awaited. One of them may be dead at the end."""
+    logs = tmp_path_factory.mktemp("log")
+    servers = [
+        Server(
+            logs / f"{name}.log",
+            model=tiny_model,
+            served_model_name=MODEL,
+            num_blocks=600,
+            max_requests_per_batch=24,
+        )
+        for name in ("one", "two")
     ]
-    port, log = free_port(), folder / "smg.log"
-    with contextlib.ExitStack() as running:
-        for pair in pairs:
-            pair.__enter__()
-            running.callback(pair.stop)  # whatever its exit code: a test kills one of them
-        gateway = gateway_alone(port, free_port(), log, *(f"127.0.0.1:{p.port}" for p in pairs))
-        try:
-            wait_for_model(port, log, gateway)
-            yield Replicas(pairs, port)
-        finally:
-            gateway.terminate()
-            gateway.wait(60)
-
-
-PREFIX = "The quick brown fox jumps over the lazy dog. " * 5
-
-
-def test_a_shared_prefix_stays_with_one_pair(replicas: Replicas) -> None:
-    """The gateway follows what each prefix cache stores."""
-    replicas.complete(PREFIX + "1")
-    before = replicas.prefix_queries()
-    answers = [replicas.complete(PREFIX + str(number)) for number in range(2, 6)]
-    for answer in answers:
-        assert answer.usage.prompt_tokens_details.cached_tokens > len(PREFIX) // 2
-    looked_up = [now - then for now, then in zip(replicas.prefix_queries(), before, strict=True)]
-    assert sorted(count > 0 for count in looked_up) == [False, True]
-
-
-def test_a_pair_that_dies_takes_no_later_request_with_it(replicas: Replicas) -> None:
-    """Killed with answers under way; all that come later are answered by the other pair."""
-    failed: list[BaseException] = []
-
-    def ask() -> None:
-        try:
-            replicas.complete("Once upon a time", max_tokens=300)
-        except openai.OpenAIError as error:
-            failed.append(error)  # its pair has died
-
-    running = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in running:
+    starting = [threading.Thread(target=server.__enter__) for server in servers]
+    for thread in starting:
         thread.start()
-    victim = replicas.pairs[0]
-    pids = [victim.process.pid, victim.child("scheduler_svc"), victim.child("worker")]
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    victim.process.wait()
-    for number in range(12):
-        answer = replicas.complete(f"{number} later requests")
-        assert answer.choices[0].finish_reason in ("length", "stop")
-    for thread in running:
+    for thread in starting:
         thread.join()
-    assert len(failed) < len(running), "the other pair's answers were lost, too"
+    yield servers
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def client(pairs: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    import openai
+
+    log = tmp_path_factory.mktemp("log") / "smg.log"
+    with (
+        gateway(log, [server.port for server in pairs]) as port,
+        openai.OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60
+        ) as client,
+    ):
+        yield client
+
+
+def ask(client: Any, prompt: str) -> Any:
+    return client.completions.create(model=MODEL, prompt=prompt, max_tokens=4, temperature=0)
+
+
+def num_queried(server: Server) -> int:
+    """Prompt tokens of the requests that a pair has served."""
+    with Chairlift(server.address) as chairlift:
+        return chairlift.get_cache().prefix_queries
+
+
+def serving(client: Any, pairs: list[Server], prompt: str) -> tuple[Server, Any]:
+    """Asks once; the one pair that served it, and the answer."""
+    before = [num_queried(pair) for pair in pairs]
+    answer = ask(client, prompt)
+    moved = [pair for pair, old in zip(pairs, before, strict=True) if num_queried(pair) > old]
+    (pair,) = moved
+    return pair, answer
+
+
+def test_a_shared_prefix_sticks_to_one_pair(client: Any, pairs: list[Server]) -> None:
+    """Routing by turns computes every prefix twice; without events nobody knows who has it."""
+    for letter in "abcd":
+        prefix = letter * 200
+        pair, first = serving(client, pairs, prefix + "1")
+        assert first.usage.prompt_tokens_details.cached_tokens == 0
+        for ending in "234":
+            again, answer = serving(client, pairs, prefix + ending)
+            assert again is pair, letter
+            assert answer.usage.prompt_tokens_details.cached_tokens == 192  # whole pages of 16
+
+
+def test_a_killed_pair_is_survived(client: Any, pairs: list[Server]) -> None:
+    """Requests to the dead pair fail, hang, or wait for a health check; those whose prefix it had
+    above all."""
+    prefix = "z" * 200
+    dead, _ = serving(client, pairs, prefix)
+    children = [dead.child("scheduler_svc"), dead.child("worker")]
+    dead.process.kill()  # first, or it would start another worker
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+    for number in range(20):
+        answer = ask(client, prefix if number % 2 else f"{number}, and another prompt")
+        assert answer.choices[0].finish_reason in ("length", "stop")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,6 +109,25 @@ def test_the_command_generates(server: Server) -> None:
         check=True,
     )
     assert len(done.stdout.split()) > 4
+
+
+def test_speculation_changes_no_answer(server: Server) -> None:
+    """Drafts that are right are kept where they are not what the model would have said: under a
+    seed, a penalty or a grammar; or none is ever right."""
+    asked = lines(TESTS / "workloads" / "copy.jsonl")[18]["prompt"]
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.7, "seed": 3, "frequency_penalty": 0.2, "logprobs": 1},
+        {"temperature": 1, "seed": 3, "regex": "(red, blue, (green|white), ){6}"},
+    ]
+    with Chairlift(server.address) as chairlift:
+        for way in ways:
+            plain = chairlift.complete(asked, max_tokens=24, speculate=0, **way)
+            fast = chairlift.complete(asked, max_tokens=24, speculate=8, **way)
+            assert fast.token_ids == plain.token_ids, way
+            assert fast.logprobs == plain.logprobs, way
+            assert fast.finish_reason == plain.finish_reason
+            assert fast.usage.drafted_tokens >= fast.usage.accepted_tokens > 0, way
 
 
 def test_beam_searches_find_the_golden_hypotheses(server: Server) -> None:

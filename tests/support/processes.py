@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -24,7 +25,9 @@ def free_port() -> int:
 class Server:
     """`chairlift serve` with these options, ready when entered, stopped when left."""
 
-    def __init__(self, log: Path, wait_seconds: float = 120, **options: object) -> None:
+    def __init__(
+        self, log: Path, wait_seconds: float = 120, *, flags: Sequence[str] = (), **options: object
+    ) -> None:
         self.port = free_port()
         self.address = f"localhost:{self.port}"
         self.log = log
@@ -39,6 +42,7 @@ class Server:
             "127.0.0.1",
             "--port",
             str(self.port),
+            *flags,
         ]
         for name, value in options.items():
             self.line += [
