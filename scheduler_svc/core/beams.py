@@ -21,18 +21,38 @@ Pure: knows tokens and log probabilities, no rows and no memory (lock_step.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from protos.plan import Float32, Int32
-from scheduler_svc.core.request import BeamSearch, FinishReason, Request, Sampling, TokenScore
 
 NO_SCORE: Final = -1e9  # of an answer for which there is no hypothesis; as in transformers
 ZERO: Final = np.float32(0)
+
+
+class TokenScore(NamedTuple):
+    """The log probability of a token, and of the most probable ones in its place."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 = the most probable
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), falling
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearch:
+    """A search for the most probable answers, as transformers' generate(num_beams) makes it."""
+
+    width: int  # at least 2
+    num_answers: int = 1  # best hypotheses that are wanted, at most `width`
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+    vocab_size: int = 1 << 31  # bounds the candidates
 
 
 @dataclass(slots=True, eq=False)
@@ -51,8 +71,7 @@ class Hypothesis:
     token_ids: list[int]
     scores: list[TokenScore]
     score: float
-    reason: FinishReason
-    stop_token_id: int | None = None
+    stop_token_id: int | None  # None: ended by length
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,14 +85,21 @@ class Candidates:
 class Search:
     """The beams and hypotheses of one request."""
 
-    def __init__(self, settings: BeamSearch, sampling: Sampling, max_tokens: int) -> None:
+    def __init__(
+        self,
+        settings: BeamSearch,
+        max_tokens: int,
+        stop_token_ids: AbstractSet[int] = frozenset(),
+        logprobs: int | None = None,
+    ) -> None:
+        """`logprobs`: candidates shown with each token's score; None = no scores."""
         self.settings = settings
         self.beams = [Beam()]  # best first; at most `width`
         self.hypotheses: list[Hypothesis] = []  # best first; at most `width`
         self.has_ended = False
         self._max_tokens = max_tokens
-        self._stops = sampling.stop_token_ids
-        self._num_shown = sampling.logprobs  # candidates shown with each token's score
+        self._stops = stop_token_ids
+        self._num_shown = logprobs
 
     @property
     def num_candidates(self) -> int:
@@ -118,7 +144,7 @@ class Search:
         """The best hypotheses, best first; empty ones in place of those that there are not, as the
         vocabulary or a ban may leave too few."""
         wanted = self.settings.num_answers
-        missing = Hypothesis([], [], NO_SCORE, FinishReason.STOP)
+        missing = Hypothesis([], [], NO_SCORE, None)
         return (self.hypotheses + [missing] * wanted)[:wanted]
 
     def num_common(self) -> int:
@@ -139,10 +165,7 @@ class Search:
 
     def _add(self, beam: Beam, stop_token_id: int | None) -> None:
         score = _scored(beam.total, len(beam.token_ids), self.settings.length_penalty)
-        reason = FinishReason.LENGTH if stop_token_id is None else FinishReason.STOP
-        self.hypotheses.append(
-            Hypothesis(beam.token_ids, beam.scores, float(score), reason, stop_token_id)
-        )
+        self.hypotheses.append(Hypothesis(beam.token_ids, beam.scores, float(score), stop_token_id))
         self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)  # stable: the older first
         del self.hypotheses[self.settings.width :]
 
@@ -160,21 +183,32 @@ def _scored(total: np.float32, length: int, length_penalty: float) -> np.float32
         return np.float32(total / np.float32(np.float64(length) ** length_penalty))
 
 
-class BeamGroup:
+class Member(Protocol):
+    """A request that may hold a beam."""
+
+    index: int
+    num_prompt_tokens: int
+    token_ids: list[int]
+
+
+M = TypeVar("M", bound=Member)
+
+
+class BeamGroup(Generic[M]):
     """The requests that hold the beams of a search, `width` of them, each with a row or none.
 
     One of them, the leader, waits in the queue for all, with the tokens that all beams have in
     common; the others are its siblings, forked off when these have been computed.
     """
 
-    def __init__(self, search: Search, members: list[Request]) -> None:
+    def __init__(self, search: Search, members: list[M]) -> None:
         self.search = search
         self.members = members  # by index
         self.leader = members[0]
-        self.holders: list[Request] = []  # of the search's beams, in their order; once forked
+        self.holders: list[M] = []  # of the search's beams, in their order; once forked
         self.arrived: dict[int, Candidates] = {}  # index → candidates of the beam it holds
 
-    def arrive(self, member: Request, score: TokenScore) -> None:
+    def arrive(self, member: M, score: TokenScore) -> None:
         """Keeps the candidates that a step has found for a member's beam."""
         token_ids, logprobs = zip(*score.top, strict=True)
         self.arrived[member.index] = Candidates(
@@ -186,7 +220,7 @@ class BeamGroup:
         """Whether the candidates of all beams have come."""
         return 0 < len(self.holders) == len(self.arrived)
 
-    def advance(self) -> list[Request]:
+    def advance(self) -> list[M]:
         """Takes the search one token further. Returns the holders of the new beams' parents."""
         candidates = [self.arrived[holder.index] for holder in self.holders]
         self.arrived.clear()
@@ -197,12 +231,3 @@ class BeamGroup:
         leader, common = self.leader, self.search.num_common()
         prompt = leader.token_ids[: leader.num_prompt_tokens]
         return prompt + self.search.beams[0].token_ids[:common]
-
-
-def units(requests: Iterable[Request]) -> list[list[Request]]:
-    """The requests, those together that are preempted together: the beams of a search."""
-    units: dict[Request, list[Request]] = {}
-    for request in requests:
-        first = request if request.beams is None else request.beams.members[0]
-        units.setdefault(first, []).append(request)
-    return list(units.values())

@@ -8,15 +8,23 @@ copies no KV but partial last pages, on write (step/batch.py).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable
+from typing import Final
 
 from scheduler_svc.core.beams import Beam, BeamGroup
 from scheduler_svc.core.request import FinishReason, Request, RequestState
-
-if TYPE_CHECKING:
-    from scheduler_svc.core.state import State
+from scheduler_svc.core.state import State
 
 _COPIED: Final = ("computed", "goal", "is_decoding", "is_tainted", "published")  # of a parent's row
+
+
+def units(requests: Iterable[Request]) -> list[list[Request]]:
+    """The requests, those together that are preempted together: the beams of a search."""
+    units: dict[Request, list[Request]] = {}
+    for request in requests:
+        first = request if request.beams is None else request.beams.members[0]
+        units.setdefault(first, []).append(request)
+    return list(units.values())
 
 
 def fork_beams(state: State, leader: Request) -> bool:
@@ -40,7 +48,7 @@ def fork_beams(state: State, leader: Request) -> bool:
     return False
 
 
-def advance_beams(state: State, group: BeamGroup) -> list[Request]:
+def advance_beams(state: State, group: BeamGroup[Request]) -> list[Request]:
     """Takes a group whose candidates have all come one token further. Returns the requests that
     have answers, once the search has ended."""
     parents = group.advance()
@@ -68,43 +76,6 @@ def advance_beams(state: State, group: BeamGroup) -> list[Request]:
             _set_tokens(holder, beam)
         _count_tokens(state, holder)
     return []
-
-
-def preempt_beams(state: State, group: BeamGroup) -> None:
-    """Preempts all beams of a search. What they have in common may go to the swap pool but for its
-    last token: the leader computes that one again, and then forks the others off."""
-    is_forked = gather_beams(state, group)
-    leader, kept = group.leader, len(group.leader.token_ids) - 1
-    if is_forked and kept and state.memory.holds_window(leader.row, kept):
-        state.memory.release_tail(leader.row, kept)
-        leader.swapped = state.memory.swap_out(leader, kept)
-    if leader.swapped is None:
-        state.counters.soft_resets += 1
-    else:
-        state.counters.offloads += 1
-    state.requeue(leader)
-    for member in group.members:
-        member.num_preemptions += 1
-
-
-def gather_beams(state: State, group: BeamGroup) -> bool:
-    """Takes their rows and blocks from all members of a forked group but one: the leader, left with
-    the tokens that all beams have in common. The others are its siblings again. False if the group
-    has not forked."""
-    if not group.holders:
-        return False
-    leader = group.leader = group.holders[0]
-    state.memory.prefix_cache.break_promises(leader)
-    leader.token_ids = group.tokens_in_common()
-    leader.history = None
-    del leader.names[len(leader.token_ids) // state.memory.page_size :]
-    leader.siblings = [member for member in group.members if member is not leader]
-    for member in leader.siblings:
-        state.release(member)
-        member.state = RequestState.PENDING
-    group.holders = []
-    group.arrived.clear()
-    return True
 
 
 def _share(state: State, parent: Request, holder: Request) -> None:
@@ -140,7 +111,7 @@ def _count_tokens(state: State, holder: Request) -> None:
     state.rows.last_token[holder.row] = holder.token_ids[-1]
 
 
-def _finish(state: State, group: BeamGroup) -> list[Request]:
+def _finish(state: State, group: BeamGroup[Request]) -> list[Request]:
     """Ends all members; the first ones get the answers."""
     answers = group.search.answers()
     answered = group.members[: len(answers)]
@@ -148,7 +119,9 @@ def _finish(state: State, group: BeamGroup) -> list[Request]:
         member.token_ids = member.token_ids[: member.num_prompt_tokens] + answer.token_ids
         member.scores = answer.scores
         member.beam_score = answer.score
-        state.finish_member(member, answer.reason, answer.stop_token_id)
+        is_stopped = answer.stop_token_id is not None
+        reason = FinishReason.STOP if is_stopped else FinishReason.LENGTH
+        state.finish_member(member, reason, answer.stop_token_id)
     for member in group.members[len(answers) :]:
         state.finish_member(member, FinishReason.STOP)
     return answered

@@ -8,19 +8,19 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from protos.plan import Int32
 from protos.sampling import SamplerParameters
+from scheduler_svc.core.beams import BeamGroup
+from scheduler_svc.core.beams import BeamSearch as BeamSearch
+from scheduler_svc.core.beams import TokenScore as TokenScore
 from scheduler_svc.core.biases import Biases
 from scheduler_svc.core.drafting import Drafter
 from scheduler_svc.core.history import History
-
-if TYPE_CHECKING:
-    from scheduler_svc.core.beams import BeamGroup
 
 NO_ROW: Final = -1
 
@@ -64,17 +64,6 @@ class Sampling(SamplerParameters):
 
 
 @dataclass(frozen=True, slots=True)
-class BeamSearch:
-    """A search for the most probable answers, as transformers' generate(num_beams) makes it."""
-
-    width: int  # at least 2
-    num_answers: int = 1  # best hypotheses that are wanted, at most `width`
-    length_penalty: float = 1.0
-    early_stopping: bool = False
-    vocab_size: int = 1 << 31  # bounds the candidates
-
-
-@dataclass(frozen=True, slots=True)
 class NewRequest:
     """A request as the API accepted it."""
 
@@ -104,15 +93,6 @@ class NewRequest:
     def num_answers(self) -> int:
         """Answers that its sender gets."""
         return self.n if self.beams is None else self.beams.num_answers
-
-
-class TokenScore(NamedTuple):
-    """The log probability of a token, and of the most probable ones in its place."""
-
-    token_id: int
-    logprob: float
-    rank: int  # 1 = the most probable
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), falling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,7 +157,7 @@ class Request:
     biases: Biases | None = None  # made by the first sample that has any
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it, if one did
-    beams: BeamGroup | None = None  # of a beam search: shared with all its siblings
+    beams: BeamGroup[Request] | None = None  # of a beam search: shared with all its siblings
     beam_score: float | None = None  # of an answer that a beam search found
     first_tokens: Int32 = field(  # [n] those that it was submitted with
         default_factory=lambda: np.zeros(0, np.int32)

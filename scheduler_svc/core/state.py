@@ -14,80 +14,20 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from protos.plan import Int32
 from scheduler_svc.core.beams import BeamGroup, Search
+from scheduler_svc.core.in_flight import InFlight as InFlight
 from scheduler_svc.core.limits import NO_MEMORY, Geometry, Limits
-from scheduler_svc.core.lock_step import gather_beams, preempt_beams
 from scheduler_svc.core.memory.cache_events import CacheEvents
-from scheduler_svc.core.memory.kv_memory import KvMemory, Transfers
+from scheduler_svc.core.memory.kv_memory import KvMemory
 from scheduler_svc.core.pending import PendingQueue
 from scheduler_svc.core.policies import Policy
-from scheduler_svc.core.reports import Reports
 from scheduler_svc.core.request import NO_ROW, FinishReason, NewRequest, Request, RequestState
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.step_time import StepCost, aim_of
 from scheduler_svc.core.suspects import Suspects
-
-
-class ConstrainedSample(NamedTuple):
-    """A sample that only takes tokens that a grammar allows."""
-
-    sample: int  # index into the plan's samples
-    request: Request
-    position: int  # of the token in its request
-    drafts: tuple[int, ...]  # between the request's tokens and the sample; as good as known
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class InFlight:
-    """A plan without a result, kept because results carry no request ids.
-
-    It names the rows that it computes, then the siblings that it forks off. It samples no token of
-    a row, one, or one behind each draft token.
-    """
-
-    step_id: int
-    rows: Int32  # [R] computed
-    num_new_tokens: Int32  # [R]
-    ends: Int32  # [R] tokens of each row after the step
-    named: Int32  # [R + forks] rows
-    generation: Int32  # [R + forks] of these rows, when planned
-    requests: list[Request]  # [R + forks] their tenants
-    sampled: npt.NDArray[np.intp]  # [S] index into rows: whose logits are sampled
-    sampled_for: npt.NDArray[np.intp]  # [S] index into named: whose token it is
-    sample_ends: Int32  # [S] position of the token in its request
-    drafts: dict[int, tuple[int, ...]]  # index into rows → draft tokens to verify
-    unsampled: list[int]  # index into rows: requests that end without a sample
-    reports: Reports  # log probabilities that the result has to report
-    constrained: npt.NDArray[np.intp]  # [M] index into the samples that await a grammar's mask
-    admitted: list[Request]  # got their rows in this step
-    new_tenants: Int32  # [I] rows assigned in this step
-    transfers: Transfers
-    freed_swap: list[Sequence[Int32]]  # swap blocks [G], free once the plan has returned
-
-    def constrained_samples(self) -> list[ConstrainedSample]:
-        """The samples that await a mask, in the plan's order."""
-        samples = []
-        for sample in self.constrained.tolist():
-            place, position = int(self.sampled_for[sample]), int(self.sample_ends[sample])
-            drafts = self.drafts.get(place, ())
-            if drafts:  # a row's first sample is the one before its first draft token
-                drafts = drafts[: sample - int(np.searchsorted(self.sampled_for, place))]
-            samples.append(ConstrainedSample(sample, self.requests[place], position, drafts))
-        return samples
-
-    def reaches(self, ends: Int32 | None = None) -> list[tuple[Request, int]]:
-        """The requests that the step computes or forks, each with the tokens that it has reached:
-        `ends` [R] where drafts have been verified, else as planned."""
-        forks = self.requests[len(self.rows) :]
-        reached = (self.ends if ends is None else ends).tolist()
-        reached += [sibling.num_prompt_tokens for sibling in forks]
-        return list(zip(self.requests, reached, strict=True))
 
 
 @dataclass(slots=True)
@@ -195,7 +135,12 @@ class State:
         self.num_live += num_members
         family = [first, *first.siblings]
         if new.beams is not None:
-            group = BeamGroup(Search(new.beams, new.sampling, new.max_tokens), family)
+            group = BeamGroup(
+                Search(
+                    new.beams, new.max_tokens, new.sampling.stop_token_ids, new.sampling.logprobs
+                ),
+                family,
+            )
             for member in family:
                 member.beams = group
         self.requests[new.request_id] = list(family)
@@ -328,7 +273,7 @@ class State:
         for request in victims:
             if request.beams is not None:
                 if request.row != NO_ROW:  # not preempted with another member
-                    preempt_beams(self, request.beams)
+                    self._preempt_beams(request.beams)
                 continue
             row = request.row
             computed = int(self.rows.computed[row])
@@ -341,10 +286,45 @@ class State:
                 self.counters.soft_resets += 1
             else:
                 self.counters.offloads += 1
-            self.requeue(request)
+            self._requeue(request)
             request.num_preemptions += 1
 
-    def requeue(self, request: Request) -> None:
+    def _preempt_beams(self, group: BeamGroup[Request]) -> None:
+        """Preempts all beams of a search. What they have in common may go to the swap pool but for
+        its last token: the leader computes that one again, and then forks the others off."""
+        is_forked = self._gather_beams(group)
+        leader, kept = group.leader, len(group.leader.token_ids) - 1
+        if is_forked and kept and self.memory.holds_window(leader.row, kept):
+            self.memory.release_tail(leader.row, kept)
+            leader.swapped = self.memory.swap_out(leader, kept)
+        if leader.swapped is None:
+            self.counters.soft_resets += 1
+        else:
+            self.counters.offloads += 1
+        self._requeue(leader)
+        for member in group.members:
+            member.num_preemptions += 1
+
+    def _gather_beams(self, group: BeamGroup[Request]) -> bool:
+        """Takes their rows and blocks from all members of a forked group but one: the leader, left
+        with the tokens that all beams have in common. The others are its siblings again. False if
+        the group has not forked."""
+        if not group.holders:
+            return False
+        leader = group.leader = group.holders[0]
+        self.memory.prefix_cache.break_promises(leader)
+        leader.token_ids = group.tokens_in_common()
+        leader.history = None
+        del leader.names[len(leader.token_ids) // self.memory.page_size :]
+        leader.siblings = [member for member in group.members if member is not leader]
+        for member in leader.siblings:
+            self.release(member)
+            member.state = RequestState.PENDING
+        group.holders = []
+        group.arrived.clear()
+        return True
+
+    def _requeue(self, request: Request) -> None:
         """Takes its row and blocks from a running request, which waits again."""
         self.release(request)
         request.state = RequestState.PENDING
@@ -387,9 +367,9 @@ class State:
                 self.release(request)
                 continue
             if request.beams is not None:
-                gather_beams(self, request.beams)
+                self._gather_beams(request.beams)
                 request = request.beams.leader
-            self.requeue(request)
+            self._requeue(request)
         for request in self.live():
             request.num_in_flight = 0
             request.swapped = request.hit = request.awaited = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from scheduler_svc.core.beams import Candidates, Search
-from scheduler_svc.core.request import NewRequest
+from scheduler_svc.core.request import FinishReason, NewRequest
 from tests.support.expected_answers import Expected, expected_answers
 from tests.support.shadow_model import START, UInt64, beam_candidates, context_of, mix
 
@@ -16,7 +16,8 @@ def expected_beams(new: NewRequest, vocab: int, windows: Sequence[int] = (0,)) -
     """The answers, best first. The rules are the search's own, which other tests compare with
     transformers'; each beam's candidates follow from a recount of all of its tokens."""
     assert new.beams is not None
-    search, prompt = Search(new.beams, new.sampling, new.max_tokens), list(new.prompt_token_ids)
+    sampling, prompt = new.sampling, list(new.prompt_token_ids)
+    search = Search(new.beams, new.max_tokens, sampling.stop_token_ids, sampling.logprobs)
     while not search.has_ended:
         outputs = [beam.token_ids for beam in search.beams]
         totals = _sums([prompt + output for output in outputs], windows)
@@ -36,7 +37,7 @@ def expected_beams(new: NewRequest, vocab: int, windows: Sequence[int] = (0,)) -
             answer.scores,
             [] if index else prompt_scores,
             answer.score,
-            answer.reason,
+            FinishReason.LENGTH if answer.stop_token_id is None else FinishReason.STOP,
         )
         for index, answer in enumerate(search.answers())
     ]

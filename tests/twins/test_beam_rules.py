@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from scheduler_svc.core.beams import Candidates, Search
-from scheduler_svc.core.request import BeamSearch, Sampling
+from scheduler_svc.core.request import BeamSearch
 from tests.support import tiny_models
 from tests.support.beam_oracle import Scored, generate_beams
 
@@ -39,7 +39,7 @@ def search(
     stops: Sequence[int],
     max_tokens: int = MAX_TOKENS,
 ) -> Search:
-    state = Search(beams, Sampling(stop_token_ids=frozenset(stops), logprobs=2), max_tokens)
+    state = Search(beams, max_tokens, frozenset(stops), logprobs=2)
     while not state.has_ended:
         sequences = [prompt + beam.token_ids for beam in state.beams]
         state.advance(candidates(model, sequences, state.num_candidates))

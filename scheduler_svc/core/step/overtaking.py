@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from protos.plan import Int32
-from scheduler_svc.core.beams import units
+from scheduler_svc.core.lock_step import units
 from scheduler_svc.core.memory.counts import Counts
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.state import State

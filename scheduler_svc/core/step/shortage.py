@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from protos.plan import Int32
-from scheduler_svc.core.beams import units
+from scheduler_svc.core.lock_step import units
 from scheduler_svc.core.memory.counts import Counts
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.state import State
