@@ -52,6 +52,7 @@ bench: $(VENV)/installed guards
 	$(BIN)/python -m tests.bench.attention_speed
 	$(BIN)/python -m tests.bench.linear_speed
 	$(BIN)/python -m tests.bench.step_speed
+	$(BIN)/python -m tests.bench.grammar
 	$(BIN)/python -m tests.bench.format_agreement
 	$(BIN)/python -m tests.bench.long_prompt
 	$(BIN)/python -m tests.bench.against_transformers --out build/bench $(BENCH)

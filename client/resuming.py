@@ -7,7 +7,7 @@ again after a pause:
 - before anything has arrived, as it was;
 - afterwards with `resume`, which names the tokens and the length of the text that have arrived, and
   with the seed that the server chose: the answer goes on where it broke off. Siblings go on by one
-  call each;
+  call each, under the ids ID.0, ID.1, …;
 - a beam search, and a request that only scores its prompt, start again; they deliver at their end,
   and what has come already is left out.
 """

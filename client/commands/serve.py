@@ -19,7 +19,7 @@ from client.processes.supervisor import Supervisor
 _MAX_FOLDER_BYTES: Final = 107 - len("/chairlift-abcdefgh/worker")
 
 _HELP = """\
-usage: chairlift serve [--gateway [--http-port PORT] [--http-host HOST]] [scheduler options]
+usage: chairlift serve [--gateway] [scheduler options] [-- smg options]
 
 Starts a scheduler and a worker on this machine; Ctrl-C stops both. They communicate through a
 private socket unless --worker-address is given.
@@ -27,6 +27,7 @@ private socket unless --worker-address is given.
   --gateway         start smg before them: OpenAI's HTTP API (needs the extra `gateway`)
   --http-port PORT  where the gateway listens (default: 8080)
   --http-host HOST  on which address (default: 127.0.0.1)
+  -- OPTIONS        for smg itself, such as --tool-call-parser or --reasoning-parser
 
 All other options are the scheduler's:
 """

@@ -27,16 +27,28 @@ class GatewayOptions:
     is_wanted: bool
     http_port: int
     http_host: str
+    own: tuple[str, ...] = ()  # for smg itself
 
 
 def split_options(arguments: Sequence[str]) -> tuple[GatewayOptions, list[str]]:
-    """The gateway's options, and the scheduler's."""
+    """The gateway's options, and the scheduler's; what follows `--` is for smg itself. Raises
+    LaunchError for options that have no gateway to go to."""
+    mine, separator, own = _partition(arguments)
     parser = argparse.ArgumentParser(prog="chairlift serve", add_help=False, allow_abbrev=False)
     parser.add_argument("--gateway", action="store_true")
     parser.add_argument("--http-port", type=int, default=DEFAULT_HTTP_PORT)
     parser.add_argument("--http-host", default="127.0.0.1")
-    known, others = parser.parse_known_args(arguments)
-    return GatewayOptions(known.gateway, known.http_port, known.http_host), others
+    known, others = parser.parse_known_args(mine)
+    if separator and not known.gateway:
+        raise LaunchError("options behind -- are for the gateway; give --gateway, too")
+    return GatewayOptions(known.gateway, known.http_port, known.http_host, own), others
+
+
+def _partition(arguments: Sequence[str]) -> tuple[Sequence[str], bool, tuple[str, ...]]:
+    if "--" not in arguments:
+        return arguments, False, ()
+    place = arguments.index("--")
+    return arguments[:place], True, tuple(arguments[place + 1 :])
 
 
 def gateway_line(options: GatewayOptions, scheduler: Sequence[str]) -> list[str]:
@@ -60,6 +72,7 @@ def gateway_line(options: GatewayOptions, scheduler: Sequence[str]) -> list[str]
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port())),
         *("--history-backend", "none", "--log-level", "error"),
         *("--shutdown-grace-period-secs", str(_GRACE_SECONDS)),
+        *options.own,
     ]
 
 

@@ -16,12 +16,12 @@ transformers keeps (1 + number of stop tokens) * width continuations of all beam
 first width + number of stop tokens of each beam contain all of them that can matter. A token of
 log probability -inf (banned) continues nothing here; there it does, if nothing else is left.
 
-Pure: knows tokens and log probabilities, no rows and no memory (step/beam_steps.py).
+Pure: knows tokens and log probabilities, no rows and no memory (lock_step.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
@@ -29,9 +29,10 @@ from typing import Final
 import numpy as np
 
 from protos.plan import Float32, Int32
-from scheduler_svc.core.request import BeamSearch, FinishReason, Sampling, TokenScore
+from scheduler_svc.core.request import BeamSearch, FinishReason, Request, Sampling, TokenScore
 
 NO_SCORE: Final = -1e9  # of an answer for which there is no hypothesis; as in transformers
+ZERO: Final = np.float32(0)
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +41,7 @@ class Beam:
 
     token_ids: list[int] = field(default_factory=list)  # output tokens
     scores: list[TokenScore] = field(default_factory=list)  # of these, if asked for
-    total: np.float32 = np.float32(0)  # sum of their log probabilities
+    total: np.float32 = ZERO  # sum of their log probabilities
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,8 +77,9 @@ class Search:
 
     @property
     def num_candidates(self) -> int:
-        """Candidates of each beam that `advance` needs: all, if the vocabulary is smaller."""
-        return max(self.settings.width + len(self._stops), self._num_shown or 0)
+        """Candidates of each beam that `advance` needs."""
+        count = max(self.settings.width + len(self._stops), self._num_shown or 0)
+        return min(count, self.settings.vocab_size)
 
     def advance(self, candidates: Sequence[Candidates]) -> list[int]:
         """Extends the beams by the candidates of each. Returns which of the old beams each new one
@@ -149,10 +151,58 @@ class Search:
         if len(self.hypotheses) < self.settings.width:
             return False
         best_possible = _scored(self.beams[0].total, length, self.settings.length_penalty)
-        return self.settings.early_stopping or best_possible <= self.hypotheses[-1].score
+        return self.settings.early_stopping or bool(best_possible <= self.hypotheses[-1].score)
 
 
 def _scored(total: np.float32, length: int, length_penalty: float) -> np.float32:
     """A sum of log probabilities with the length penalty."""
     with np.errstate(over="ignore", divide="ignore"):
         return np.float32(total / np.float32(np.float64(length) ** length_penalty))
+
+
+class BeamGroup:
+    """The requests that hold the beams of a search, `width` of them, each with a row or none.
+
+    One of them, the leader, waits in the queue for all, with the tokens that all beams have in
+    common; the others are its siblings, forked off when these have been computed.
+    """
+
+    def __init__(self, search: Search, members: list[Request]) -> None:
+        self.search = search
+        self.members = members  # by index
+        self.leader = members[0]
+        self.holders: list[Request] = []  # of the search's beams, in their order; once forked
+        self.arrived: dict[int, Candidates] = {}  # index → candidates of the beam it holds
+
+    def arrive(self, member: Request, score: TokenScore) -> None:
+        """Keeps the candidates that a step has found for a member's beam."""
+        token_ids, logprobs = zip(*score.top, strict=True)
+        self.arrived[member.index] = Candidates(
+            np.array(token_ids, np.int32), np.array(logprobs, np.float32)
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the candidates of all beams have come."""
+        return 0 < len(self.holders) == len(self.arrived)
+
+    def advance(self) -> list[Request]:
+        """Takes the search one token further. Returns the holders of the new beams' parents."""
+        candidates = [self.arrived[holder.index] for holder in self.holders]
+        self.arrived.clear()
+        return [self.holders[parent] for parent in self.search.advance(candidates)]
+
+    def tokens_in_common(self) -> list[int]:
+        """The prompt, and what all beams have in common behind it."""
+        leader, common = self.leader, self.search.num_common()
+        prompt = leader.token_ids[: leader.num_prompt_tokens]
+        return prompt + self.search.beams[0].token_ids[:common]
+
+
+def units(requests: Iterable[Request]) -> list[list[Request]]:
+    """The requests, those together that are preempted together: the beams of a search."""
+    units: dict[Request, list[Request]] = {}
+    for request in requests:
+        first = request if request.beams is None else request.beams.members[0]
+        units.setdefault(first, []).append(request)
+    return list(units.values())

@@ -61,51 +61,66 @@ class Geometry:
     num_swap_chunks: int = 0
     overlaps_swap: bool = False  # swap-outs run beside the forward, until the plan's result
     device: str = ""  # as torch names it: "cpu", "cuda:0"
-    max_logits: int = 0  # tokens of one step whose logits can be computed; 0 = all
+    max_logits: int = (
+        0  # tokens of one step whose logits can be computed; at least rows, or 0 = all
+    )
 
     @property
     def usable_chunks(self) -> int:
         """Chunks of the pool that are not reserved."""
         return max(0, self.num_chunks - NUM_RESERVED_CHUNKS)
 
-    def chunks_at_most(self, num_tokens: int, is_reserved: bool = False) -> int:
+    def chunks_at_most(
+        self, num_tokens: int, is_reserved: bool = False, num_beams: int = 1, num_prompt: int = 0
+    ) -> int:
         """Most chunks that a request of `num_tokens` tokens holds, alone and one token a step; with
-        `is_reserved`, it holds all of its pages from the start, out of the window too."""
+        `is_reserved`, it holds all of its pages from the start, out of the window too. Beams share
+        the full pages of `num_prompt` tokens; in a window they may share none."""
         chunks = 0
         for group in self.groups:
-            pages = -(-num_tokens // self.page_size)
-            is_ragged = 0
+            pages, shared = -(-num_tokens // self.page_size), num_prompt // self.page_size
             if group.sliding_window and not is_reserved:
                 pages = min(pages, -(-group.sliding_window // self.page_size) + 1)
                 is_ragged = int(group.blocks_per_chunk > 1)  # may start inside a chunk
-            chunks += -(-pages // group.blocks_per_chunk) + is_ragged
+                chunks += num_beams * (-(-pages // group.blocks_per_chunk) + is_ragged)
+            else:
+                shared = min(shared, pages)
+                blocks = shared + num_beams * (pages - shared)
+                chunks += -(-blocks // group.blocks_per_chunk)
         return chunks
 
-    def pool_tokens(self, is_reserved: bool = False) -> int:
-        """Tokens of the longest request that fits the pool and max_model_len."""
+    def pool_tokens(
+        self, is_reserved: bool = False, num_beams: int = 1, num_prompt: int = 0
+    ) -> int:
+        """Tokens of the longest request that fits the pool and max_model_len; of each beam, if a
+        prompt of `num_prompt` tokens is searched with more than one."""
         if not self.groups:
             return 0
         lengths = range(1, self.max_model_len + 1)
         return bisect.bisect_right(
-            lengths, self.usable_chunks, key=lambda n: self.chunks_at_most(n, is_reserved)
+            lengths,
+            self.usable_chunks,
+            key=lambda n: self.chunks_at_most(n, is_reserved, num_beams, num_prompt),
         )
 
 
 NO_MEMORY: Final = Geometry(page_size=1, num_chunks=2, chunk_bytes=0, groups=(), max_model_len=0)
 
 
-def longest_request(max_model_len: int, pool_tokens: int) -> tuple[int, str]:
+def longest_request(max_model_len: int, pool_tokens: int, num_beams: int = 1) -> tuple[int, str]:
     """Most tokens of prompt and answer together, and the reason for the limit, for messages."""
     if pool_tokens < max_model_len:
-        return pool_tokens, f"the whole KV pool holds {pool_tokens} tokens"
+        each = f" of each of {num_beams} beams" if num_beams > 1 else ""
+        return pool_tokens, f"the whole KV pool holds {pool_tokens} tokens{each}"
     return max_model_len, f"max_model_len is {max_model_len}"
 
 
 def why_never_fits(
-    prompt_tokens: int, max_tokens: int, max_model_len: int, pool_tokens: int
+    prompt_tokens: int, max_tokens: int, max_model_len: int, pool_tokens: int, num_beams: int = 1
 ) -> str | None:
-    """Why a request cannot fit an empty pool, with both numbers; None if it can."""
-    longest, bound = longest_request(max_model_len, pool_tokens)
+    """Why a request cannot fit an empty pool, with both numbers; None if it can. `pool_tokens` are
+    those of each beam, if there are more than one."""
+    longest, bound = longest_request(max_model_len, pool_tokens, num_beams)
     total = prompt_tokens + max_tokens
     if total <= longest:
         return None

@@ -37,12 +37,16 @@ class PromptLookup:
         self._bits = 0
         self._end = 0  # places up to it are in the table
 
-    def guess(self, token_ids: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens that may follow, and no more than agree before them; empty if the
-        text's end is new. `token_ids` begins with those of the last call."""
+    def guess(
+        self, token_ids: Sequence[int], most: int, least_match: int = SHORTEST_MATCH
+    ) -> list[int]:
+        """Up to `most` tokens that may follow, and no more than agree before them; none if fewer
+        than `least_match` agree. `token_ids` begins with those of the last call."""
         place, length = self.find(token_ids)
+        if length < least_match:
+            return []
         most = min(most, length)
-        guess = list(token_ids[place : place + most]) if most else []
+        guess = list(token_ids[place : place + most])
         while len(guess) < most:  # the text repeats itself
             guess.append(guess[place - len(token_ids)])
         return guess

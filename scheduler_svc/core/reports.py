@@ -37,6 +37,7 @@ class Reports:
 
     num_candidates: Int32  # [S] k, or NO_CANDIDATES for samples that are not reported
     prompts: list[ScoredPrompt]
+    is_beam: npt.NDArray[np.bool_]  # [S] candidates of a beam, behind penalties and biases
 
     @cached_property
     def sizes(self) -> Int32:
@@ -78,4 +79,6 @@ class Reports:
         )
 
 
-NOTHING: Final = Reports(np.zeros(0, np.int32), [])  # whatever the number of samples
+NOTHING: Final = Reports(  # whatever the number of samples
+    np.zeros(0, np.int32), [], np.zeros(0, np.bool_)
+)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ from protos.sampling import SamplerParameters
 from scheduler_svc.core.biases import Biases
 from scheduler_svc.core.drafting import Drafter
 from scheduler_svc.core.history import History
+
+if TYPE_CHECKING:
+    from scheduler_svc.core.beams import BeamGroup
 
 NO_ROW: Final = -1
 
@@ -68,6 +71,7 @@ class BeamSearch:
     num_answers: int = 1  # best hypotheses that are wanted, at most `width`
     length_penalty: float = 1.0
     early_stopping: bool = False
+    vocab_size: int = 1 << 31  # bounds the candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,16 @@ class NewRequest:
     prompt_logprobs: int | None = None
     is_constrained: bool = False  # a grammar's mask comes for each sample
     beams: BeamSearch | None = None
+
+    @property
+    def num_beams(self) -> int:
+        """Beams of its search; 1 = none."""
+        return 1 if self.beams is None else self.beams.width
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that its sender gets."""
+        return self.n if self.beams is None else self.beams.num_answers
 
 
 class TokenScore(NamedTuple):
@@ -163,6 +177,8 @@ class Request:
     biases: Biases | None = None  # made by the first sample that has any
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it, if one did
+    beams: BeamGroup | None = None  # of a beam search: shared with all its siblings
+    beam_score: float | None = None  # of an answer that a beam search found
     first_tokens: Int32 = field(  # [n] those that it was submitted with
         default_factory=lambda: np.zeros(0, np.int32)
     )

@@ -85,7 +85,9 @@ class Rows:
         self.is_constrained = np.zeros(num_rows, np.bool_)  # [N] a mask comes for each sample
         self.has_penalties = np.zeros(num_rows, np.bool_)  # [N]
         self.has_biases = np.zeros(num_rows, np.bool_)  # [N]
+        self.is_beam = np.zeros(num_rows, np.bool_)  # [N] of a beam search: never planned ahead
         self.num_special = 0  # rows that ask for any of these
+        self.num_beams = 0  # rows
 
         self.sampling = SamplingColumns(  # [N]
             np.zeros(num_rows, np.uint64),
@@ -137,6 +139,10 @@ class Rows:
         sampling = request.sampling
         self.num_special += _is_special(request)
         wanted = sampling.logprobs
+        self.is_beam[row] = request.beams is not None
+        if request.beams is not None:
+            self.num_beams += 1
+            wanted = request.beams.search.num_candidates
         self.num_candidates[row] = NO_CANDIDATES if wanted is None else wanted
         self.scores_prompt[row] = request.num_unscored > 0
         self.is_constrained[row] = request.is_constrained
@@ -170,6 +176,7 @@ class Rows:
         del self.running[row]
         self.num_speculating -= request.speculate > 0
         self.num_special -= _is_special(request)
+        self.num_beams -= request.beams is not None
         self.generation[row] += 1  # plans in flight mean the old tenant
         self._order = None
         self._free.append(row)
@@ -190,6 +197,8 @@ class Rows:
         is_ending: npt.NDArray[np.bool_] = self.to_compute(rows) <= 0
         if self.num_speculating:
             is_ending &= ~self._is_held(rows)
+        if self.num_beams:  # a beam waits for the others
+            is_ending &= ~self.is_beam[rows] | self.is_finished[rows]
         return is_ending
 
     def is_verifying(self, rows: Int32 | int) -> npt.NDArray[np.bool_]:
@@ -224,6 +233,7 @@ def _is_special(request: Request) -> bool:
         sampling.logprobs is not None
         or request.prompt_logprobs is not None
         or request.is_constrained
+        or request.beams is not None
         or sampling.has_penalties
         or sampling.has_biases
     )

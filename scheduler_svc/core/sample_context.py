@@ -68,6 +68,7 @@ def _nothing(num_samples: int) -> Context:
 def _add_reports(context: Context, step: InFlight) -> None:
     reports = step.reports
     context["num_candidates"] = reports.num_candidates
+    context["is_beam"] = reports.is_beam.astype(np.int32)
     if reports.prompts:
         tokens = [scored.token_ids(step.requests[scored.place]) for scored in reports.prompts]
         context["score_tokens"] = np.concatenate(tokens)

@@ -20,7 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from protos.plan import Int32
+from scheduler_svc.core.beams import BeamGroup, Search
 from scheduler_svc.core.limits import NO_MEMORY, Geometry, Limits
+from scheduler_svc.core.lock_step import gather_beams, preempt_beams
 from scheduler_svc.core.memory.cache_events import CacheEvents
 from scheduler_svc.core.memory.kv_memory import KvMemory, Transfers
 from scheduler_svc.core.pending import PendingQueue
@@ -147,12 +149,15 @@ class State:
             self.step_cost = StepCost(aim, geometry.device)
 
     def submit(self, new: NewRequest) -> list[Request]:
-        """Queues a request; returns it and its siblings. A resumed answer that was complete has
-        ended: it is FINISHED, and no result will tell of it."""
+        """Queues a request; returns it and its siblings, one for each answer. A resumed answer that
+        was complete has ended: it is FINISHED, and no result will tell of it."""
         assert new.request_id not in self.requests, f"request {new.request_id} is live already"
         assert new.n == 1 or not new.output_token_ids, f"n is {new.n} of a resumed answer"
         assert len(new.output_token_ids) <= new.max_tokens, "resumed past the end"
         assert new.n == 1 or new.max_tokens, f"n is {new.n} with max_tokens 0; allowed: 1"
+        num_members = new.n if new.beams is None else new.beams.width
+        assert new.beams is None or (new.n == 1 and new.max_tokens and not self.holds_ended)
+        assert new.beams is None or not (new.output_token_ids or new.speculate or new.index)
         token_ids = [*new.prompt_token_ids, *new.output_token_ids]
         first = Request(
             request_id=new.request_id,
@@ -160,7 +165,8 @@ class State:
             token_ids=token_ids,
             num_prompt_tokens=len(new.prompt_token_ids),
             max_total_tokens=len(new.prompt_token_ids) + new.max_tokens,
-            sampling=new.sampling,
+            # a beam's sample is not used: the greedy one costs least
+            sampling=new.sampling if new.beams is None else replace(new.sampling, temperature=0.0),
             priority=new.priority,
             cache_salt=new.cache_salt,
             speculate=0 if self.holds_ended else new.speculate,  # a static batch verifies nothing
@@ -183,16 +189,20 @@ class State:
                 scores=[],
                 prompt_scores=[],
             )
-            for number in range(1, new.n)
+            for number in range(1, num_members)
         ]
-        self.next_ticket += new.n
-        self.num_live += new.n
-        self.requests[new.request_id] = [first, *first.siblings]
-        self.pending.add(first, self.policy.urgency(first))
+        self.next_ticket += num_members
+        self.num_live += num_members
         family = [first, *first.siblings]
+        if new.beams is not None:
+            group = BeamGroup(Search(new.beams, new.sampling, new.max_tokens), family)
+            for member in family:
+                member.beams = group
+        self.requests[new.request_id] = list(family)
+        self.pending.add(first, self.policy.urgency(first))
         if new.output_token_ids:
             self.finish_if_complete(first)
-        return family
+        return family[: new.num_answers]
 
     def live(self) -> Iterator[Request]:
         """The live requests and siblings, in order of arrival."""
@@ -257,7 +267,20 @@ class State:
     def finish(
         self, request: Request, reason: FinishReason, stop_token_id: int | None = None
     ) -> None:
-        """Ends a live request in any state; siblings not yet forked end with it."""
+        """Ends a live request in any state; siblings not yet forked end with it. A beam search ends
+        as a whole, and without an answer."""
+        if request.beams is None:
+            self.finish_member(request, reason, stop_token_id)
+            return
+        for member in request.beams.members:
+            member.siblings = []
+            del member.token_ids[member.num_prompt_tokens :]
+            self.finish_member(member, reason)
+
+    def finish_member(
+        self, request: Request, reason: FinishReason, stop_token_id: int | None = None
+    ) -> None:
+        """Ends a live request; of a beam search only this member, the caller ends the others."""
         assert request.state is not RequestState.FINISHED, f"request {request.name} ended already"
         if request in self.pending:
             self.pending.remove(request)
@@ -273,7 +296,7 @@ class State:
         self.suspects.remove(request, is_last=not family)
         siblings, request.siblings = request.siblings, []
         for sibling in siblings:
-            self.finish(sibling, reason)
+            self.finish_member(sibling, reason)
         if request.row != NO_ROW:
             self.rows.finish(request.row)
             self.release_ended([request])
@@ -303,6 +326,10 @@ class State:
         next owner writes after those have read.
         """
         for request in victims:
+            if request.beams is not None:
+                if request.row != NO_ROW:  # not preempted with another member
+                    preempt_beams(self, request.beams)
+                continue
             row = request.row
             computed = int(self.rows.computed[row])
             if self.rows.is_verifying(row):  # KV of drafts may be wrong
@@ -314,10 +341,11 @@ class State:
                 self.counters.soft_resets += 1
             else:
                 self.counters.offloads += 1
-            self._requeue(request)
+            self.requeue(request)
             request.num_preemptions += 1
 
-    def _requeue(self, request: Request) -> None:
+    def requeue(self, request: Request) -> None:
+        """Takes its row and blocks from a running request, which waits again."""
         self.release(request)
         request.state = RequestState.PENDING
         request.drafts = ()
@@ -357,8 +385,11 @@ class State:
                 continue  # released with the request that it is to be forked from
             if request.state is RequestState.FINISHED:
                 self.release(request)
-            else:
-                self._requeue(request)
+                continue
+            if request.beams is not None:
+                gather_beams(self, request.beams)
+                request = request.beams.leader
+            self.requeue(request)
         for request in self.live():
             request.num_in_flight = 0
             request.swapped = request.hit = request.awaited = None

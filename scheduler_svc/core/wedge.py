@@ -24,9 +24,14 @@ def loosen(state: State, request: Request) -> bool:
     """Resets the request and frees all that it holds; False if that was done before."""
     if request.was_wedged:
         return False
+    if request.beams is not None:
+        for member in request.beams.members:
+            member.was_wedged = True
     request.was_wedged = True
     if request.row != NO_ROW and not state.rows.awaits_fork[request.row]:
         state.preempt([request])
+    if request.beams is not None:
+        request = request.beams.leader
     state.drop_swapped(request)
     request.may_match = False
     request.awaited = None

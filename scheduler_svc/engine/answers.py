@@ -260,4 +260,5 @@ class Answers:
             preemptions=request.num_preemptions,
             drafted_tokens=request.num_drafted,
             accepted_tokens=request.num_accepted,
+            beam_score=request.beam_score,
         )

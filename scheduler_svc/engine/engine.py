@@ -253,8 +253,12 @@ class Engine:
             raise QueueFull(self._state.num_queued(), limit)
         if new.n > 1 and self._state.holds_ended:
             raise RequestRejected("sampling.n", new.n, "1, when scheduler_type is static")
+        if new.beams is not None and self._state.holds_ended:
+            allowed = "1, when scheduler_type is static"
+            raise RequestRejected("sampling.beam_width", new.num_beams, allowed)
         if self.status.is_ready and self.status.model is not None:
-            check_fits(len(new.prompt_token_ids), new.max_tokens, self.status.model)
+            facts, num_prompt = self.status.model, len(new.prompt_token_ids)
+            check_fits(num_prompt, new.max_tokens, facts, new.num_beams)
 
     def on_abort(self, request_ids: Sequence[str]) -> list[str]:
         self._make_text()  # else a request that has just ended would lose its last tokens

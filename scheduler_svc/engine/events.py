@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from scheduler_svc.core.limits import why_never_fits
+from scheduler_svc.core.limits import NO_MEMORY, Geometry, why_never_fits
 from scheduler_svc.core.request import FinishReason, NewRequest, TokenScore
 from scheduler_svc.errors import ChairliftError, RequestRejected
 
@@ -89,13 +89,21 @@ class ModelFacts:
     pool_tokens: int  # prompt + output tokens of the longest request that the KV pool holds
     dtype: str
     device: str
+    geometry: Geometry = NO_MEMORY  # of the KV pool, for requests with beams
+
+    def pool_tokens_of(self, prompt_tokens: int, num_beams: int) -> int:
+        """Prompt + output tokens of each beam that the KV pool holds; 1 = no beam search."""
+        if num_beams == 1:
+            return self.pool_tokens
+        return self.geometry.pool_tokens(False, num_beams, prompt_tokens)
 
 
-def check_fits(prompt_tokens: int, max_tokens: int, facts: ModelFacts) -> None:
+def check_fits(prompt_tokens: int, max_tokens: int, facts: ModelFacts, num_beams: int = 1) -> None:
     """Raises RequestRejected for a request that could not run even alone."""
-    reason = why_never_fits(prompt_tokens, max_tokens, facts.max_model_len, facts.pool_tokens)
+    pool_tokens = facts.pool_tokens_of(prompt_tokens, num_beams)
+    reason = why_never_fits(prompt_tokens, max_tokens, facts.max_model_len, pool_tokens, num_beams)
     if reason is not None:
-        most = max(0, min(facts.max_model_len, facts.pool_tokens) - prompt_tokens)
+        most = max(0, min(facts.max_model_len, pool_tokens) - prompt_tokens)
         raise RequestRejected("sampling.max_tokens", max_tokens, f"at most {most}: {reason}")
 
 

@@ -65,6 +65,11 @@ def _faults(ready: link_pb2.Ready, configure: link_pb2.Configure, num_rows: int)
         value = getattr(ready, name)
         if not lowest <= value <= highest:
             yield f"{name} is {value}; allowed: {lowest} to {highest}"
+    if 0 < ready.max_logits < num_rows:
+        yield (
+            f"max_logits is {ready.max_logits}; allowed: 0, or at least {num_rows}, the requests "
+            "that may sample in one step"
+        )
     for name in ("page_size", "max_model_len"):
         wanted, value = getattr(configure, name), getattr(ready, name)
         if wanted and value != wanted:  # 0: the worker chooses

@@ -249,10 +249,13 @@ class WorkerSession:
         self._scheduler.lose_worker(geometry)
         for answer in self._answers:
             request = answer.request
-            max_tokens = request.max_total_tokens - request.num_prompt_tokens
-            reason = why_never_fits(
-                request.num_prompt_tokens, max_tokens, ready.max_model_len, pool_tokens
-            )
+            num_prompt, group = request.num_prompt_tokens, request.beams
+            holds, width = pool_tokens, 1
+            if group is not None:
+                width = len(group.members)
+                holds = geometry.pool_tokens(False, width, num_prompt)
+            max_tokens = request.max_total_tokens - num_prompt
+            reason = why_never_fits(num_prompt, max_tokens, ready.max_model_len, holds, width)
             if reason is not None:
                 why = f"it does not fit the worker's memory: {reason}"
                 self._fail(request.request_id, why, RequestFailed)
@@ -266,6 +269,7 @@ class WorkerSession:
             pool_tokens=pool_tokens,
             dtype=ready.dtype,
             device=ready.device,
+            geometry=geometry,
         )
         logger.info(
             "worker ready: %s on %s, %s, KV %s, attention %s, requests of up to %d tokens",

@@ -24,7 +24,7 @@ from protos.api_fields import (
     MAX_STOPS,
 )
 from protos.sampling import SAMPLER_FIELDS, SAMPLING_FIELDS
-from scheduler_svc.core.request import Sampling
+from scheduler_svc.core.request import BeamSearch, Sampling
 from scheduler_svc.engine.events import ModelFacts
 from scheduler_svc.errors import RequestRejected
 from scheduler_svc.front.prompts import check_token_ids
@@ -76,6 +76,20 @@ def sampling_of(
         logit_bias=_logit_bias(asked, model),
         bad_words=_bad_words(asked, model),
         logprobs=num_candidates(asked, "logprobs", model.facts),
+    )
+
+
+def beams_of(asked: pb.SamplingParams, model: Model) -> BeamSearch | None:
+    """The beam search asked for; None if there is none. A model's num_beams is no default."""
+    if asked.beam_width <= 1:
+        return None
+    defaults = model.tokenizer.defaults.numbers
+    return BeamSearch(
+        width=asked.beam_width,
+        num_answers=given_or(asked, "n", 1),
+        length_penalty=given_or(asked, "length_penalty", defaults.get("length_penalty", 1.0)),
+        early_stopping=given_or(asked, "early_stopping", bool(defaults.get("early_stopping"))),
+        vocab_size=model.facts.vocab_size,
     )
 
 

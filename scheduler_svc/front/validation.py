@@ -19,10 +19,11 @@ from protos.api_fields import MAX_ID_CHARS
 from scheduler_svc.core.limits import longest_request
 from scheduler_svc.core.request import NewRequest
 from scheduler_svc.engine.events import ModelFacts, Submission, check_fits
-from scheduler_svc.errors import NotImplementedYet, RequestRejected
+from scheduler_svc.errors import RequestRejected
 from scheduler_svc.front.prompts import prompt_token_ids
 from scheduler_svc.front.resuming import check_resume, check_seed, resume_text
 from scheduler_svc.front.sampling_fields import (
+    beams_of,
     check_ranges,
     given_or,
     prompt_candidates,
@@ -43,12 +44,11 @@ def validate(
     max_requests_per_batch: int,
     is_streamed: bool = True,
 ) -> Submission:
-    """Raises RequestRejected or NotImplementedYet. `drawn_seed` is used if none was given."""
+    """Raises RequestRejected. `drawn_seed` is used if none was given."""
     asked = request.sampling
     check_ranges(asked, max_requests_per_batch)
     _check_together(request)
     resumed = check_resume(request, model.facts.vocab_size, max_requests_per_batch)
-    _refuse_unsupported(request)
     constraint = read_constraint(asked)
     stops = stop_strings(asked)
     if len(request.cache_salt) > MAX_ID_CHARS:
@@ -66,7 +66,7 @@ def validate(
     skips_special = given_or(asked, "skip_special_tokens", True)
     decoder, pieces = model.tokenizer.decoder(skips_special), model.tokenizer.pieces(skips_special)
     hidden = _hidden_tokens(stops, model) if skips_special else {}
-    n = given_or(asked, "n", 1)
+    n, beams = given_or(asked, "n", 1), beams_of(asked, model)
     texts = [
         OutputText(
             decoder,
@@ -86,7 +86,8 @@ def validate(
         sampling=sampling,
         priority=request.priority,
         cache_salt=request.cache_salt,
-        n=n,
+        n=n if beams is None else 1,
+        beams=beams,
         speculate=given_or(asked, "speculate", 0),
         output_token_ids=resumed,
         index=request.resume.index,
@@ -133,25 +134,19 @@ def _check_together(request: pb.GenerateRequest) -> None:
                 raise RequestRejected(
                     f"sampling.{name}", getattr(asked, name), "unset with max_tokens 0"
                 )
-    if is_beam_search and asked.n > asked.beam_width:
+    if not is_beam_search:
+        return
+    if asked.n > asked.beam_width:
         raise RequestRejected("sampling.n", asked.n, f"1 to {asked.beam_width} (beam_width)")
+    if asked.speculate:
+        allowed = f"0, with beam_width {asked.beam_width}"
+        raise RequestRejected("sampling.speculate", asked.speculate, allowed)
 
 
 def constraint_of(asked: pb.SamplingParams) -> str:
     """The field that constrains the answer; "" if none does."""
     name = asked.WhichOneof("constraint") or ""
     return "" if name == "json_object" and not asked.json_object else name
-
-
-def _refuse_unsupported(request: pb.GenerateRequest) -> None:
-    """Raises NotImplementedYet for what is still to come."""
-    asked = request.sampling
-    wanted = {
-        "sampling.beam_width": asked.beam_width > 1,
-    }
-    if any(wanted.values()):
-        names = ", ".join(name for name, is_wanted in wanted.items() if is_wanted)
-        raise NotImplementedYet(f"{names}: not supported yet; leave unset")
 
 
 def _matcher(
@@ -181,9 +176,10 @@ def _hidden_tokens(stops: Sequence[str], model: Model) -> dict[int, str]:
 
 
 def _max_tokens(asked: pb.SamplingParams, num_prompt: int, facts: ModelFacts) -> int:
-    """The value given, or as many as fit beside the prompt."""
+    """The value given, or as many as fit beside the prompt, for each beam."""
+    width = given_or(asked, "beam_width", 1)
     if asked.HasField("max_tokens"):
-        check_fits(num_prompt, asked.max_tokens, facts)
+        check_fits(num_prompt, asked.max_tokens, facts, width)
         return asked.max_tokens
-    longest, _ = longest_request(facts.max_model_len, facts.pool_tokens)
+    longest, _ = longest_request(facts.max_model_len, facts.pool_tokens_of(num_prompt, width))
     return longest - num_prompt

@@ -18,10 +18,11 @@ TRIAL_BYTES: Final = 256 << 20  # beyond what the vocabulary takes
 TRIAL_STACK_BYTES: Final = 1 << 20  # threads of the scheduler have at least twice that
 TRIAL_TOKENS: Final = 24  # how far the trial follows a grammar
 
-# Measured on 49k tokens: masks of hostile grammars take up to 20 ms, those of ordinary ones 0.1 ms.
+# Measured on 49k tokens: masks of hostile grammars take up to 50 ms, those of ordinary ones 0.1 ms.
 INITIAL_LEXER_FUEL: Final = 500_000
 STEP_LEXER_FUEL: Final = 200_000
 STEP_MAX_ITEMS: Final = 50_000
+MAX_ITEMS_IN_ROW: Final = 800  # four for each optional property; at 2000 ambiguity takes 0.2 s
 MAX_LEXER_STATES: Final = 50_000  # of about 1 kB
 
 
@@ -32,6 +33,7 @@ def parser_limits() -> LLParserLimits:
         initial_lexer_fuel=INITIAL_LEXER_FUEL,
         step_lexer_fuel=STEP_LEXER_FUEL,
         step_max_items=STEP_MAX_ITEMS,
+        max_items_in_row=MAX_ITEMS_IN_ROW,
         max_lexer_states=MAX_LEXER_STATES,
         verbose_errors=False,  # else they hold the parser's state, some kB
     )

@@ -62,6 +62,7 @@ def test_editing_and_history(address: str, state: Path, engine: FakeEngine) -> N
             terminal.expect("\n>")
             terminal.type(typed)
             terminal.expect("(stop")
+            terminal.expect("\n>")  # a terminal that is not read yet takes Ctrl-D for its own
             terminal.type("\x04")
             assert terminal.end() == 0
             assert len(engine.requests) == number + 1

@@ -1,4 +1,4 @@
-"""Drafts of a request grow while they are right, and cost little while they are not."""
+"""Drafts of a request grow while they are right, and become rare while they are not."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_a_text_without_repetition_drafts_nothing() -> None:
 MISLEADING = [token for end in range(100, 400) for token in (1, 2, 3, end)]  # each end is new
 
 
-def test_wrong_drafts_become_rare_and_short() -> None:
+def test_wrong_drafts_become_rare() -> None:
     """A text that suggests something wrong again and again pays for it each time."""
     request, lengths = decode(MISLEADING[:40], MISLEADING[40:])
     assert request.num_accepted == 0
-    assert 5 < request.num_drafted < len(MISLEADING) / 40
-    assert lengths.count(0) + lengths.count(1) > len(lengths) - 3
+    assert 0 < request.num_drafted < len(MISLEADING) / 40
+    assert lengths[-600:] == [0] * 600
 
 
 def test_one_right_draft_ends_the_caution() -> None:
@@ -54,7 +54,7 @@ def test_one_right_draft_ends_the_caution() -> None:
     text = np.random.default_rng(0).permutation(range(1000, 1400)).tolist()
     _, lengths = decode(text + MISLEADING[:40], MISLEADING[40:] + text[100:350])
     assert lengths[-10:-1] == [8] * 9
-    assert len(lengths) < len(MISLEADING) + 64 + 250 / 7
+    assert len(lengths) < len(MISLEADING) + 250 / 7 + 10
 
 
 def test_no_more_than_was_asked_for() -> None:

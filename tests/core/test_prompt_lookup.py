@@ -26,7 +26,7 @@ def plain_search(token_ids: list[int], most: int) -> list[int]:
             length += 1
         if length > longest:
             best, longest = place, length
-    text = list(token_ids)
+    text, most = list(token_ids), min(most, longest)
     while best and len(text) < end + most:
         text.append(text[best + len(text) - end])
     return text[end:]
@@ -71,7 +71,7 @@ def test_a_new_end_gives_no_guess(token_ids: list[int]) -> None:
 
 def test_a_text_that_repeats_itself_goes_on() -> None:
     """The guess ends where the text ends, in the middle of a loop."""
-    assert PromptLookup().guess([1, 2, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
+    assert PromptLookup().guess([1, 2, 1, 2, 1, 2], 5) == [1, 2, 1, 2]
     assert PromptLookup().guess([7, 7, 7, 7], 3) == [7, 7, 7]
 
 
@@ -102,3 +102,10 @@ def test_work_is_bounded_however_long_the_text(monkeypatch: pytest.MonkeyPatch) 
     assert len(built) == 1
     assert reads < 1000 * (2 * MOST_PLACES + 2 * LONGEST_MATCH + 30)
     assert lookup._heads.nbytes + lookup._earlier.nbytes <= 16 * len(token_ids)
+
+
+def test_a_guess_is_no_longer_than_its_evidence() -> None:
+    """Three tokens in common promise a page, or persuade a request that asks for more."""
+    token_ids = [9, 1, 2, 3, 10, 11, 12, 13, 14, 8, 1, 2, 3]
+    assert PromptLookup().guess(token_ids, 8) == [10, 11, 12]
+    assert PromptLookup().guess(token_ids, 8, 4) == []

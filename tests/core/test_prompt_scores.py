@@ -202,7 +202,7 @@ def test_no_step_needs_more_logits_than_the_worker_has(policy: str, max_logits: 
 
 @pytest.mark.parametrize(
     ("max_logits", "max_batch_tokens", "num_drafts", "num_scores"),
-    [(14, 64, 7, 6), (4, 64, 2, 1), (64, 64, 9, 20), (4, 4, 1, 2)],
+    [(14, 64, 6, 7), (4, 64, 1, 2), (64, 64, 9, 20), (4, 4, 1, 2)],
 )
 def test_drafts_and_prompts_share_the_logits(
     max_logits: int, max_batch_tokens: int, num_drafts: int, num_scores: int
@@ -217,6 +217,19 @@ def test_drafts_and_prompts_share_the_logits(
     plan = core.plan()
     assert len(plan.sample_rows) == 1 + num_drafts
     assert len(plan.score_tokens) == num_scores
+
+
+def test_few_logits_are_not_kept_for_nobody() -> None:
+    """Logits for rows that nobody has stay unused, and a prompt is scored token by token; or it
+    takes them all, and others wait for its end."""
+    core = Core(max_logits=8, max_requests=8)
+    core.submit("a")
+    core.absorb(plan := core.plan())
+    assert len(plan.score_tokens) == 8
+    plain = core.submit("plain", 9, prompt_logprobs=None, prompt_token_ids=[1, 2])
+    core.absorb(plan := core.plan())
+    assert len(plan.score_tokens) == 7
+    assert plain.num_output_tokens == 1
 
 
 @pytest.mark.parametrize("max_logits", [0, 64])

@@ -78,6 +78,7 @@ def test_any_json_object(chairlift: Chairlift) -> None:
     assert all(text.startswith("{") for text in texts), texts
 
 
+@pytest.mark.slow
 def test_a_worker_killed_mid_answer_changes_no_token(
     chairlift: Chairlift, tiny_server: Server
 ) -> None:

@@ -1,4 +1,4 @@
-"""A resumed answer over the whole service: the same tokens, text, log probabilities and usage."""
+"""Resumed answers and scores over the whole service: tokens, text, log probabilities, usage."""
 
 from __future__ import annotations
 
@@ -117,6 +117,23 @@ def test_a_stop_string_over_the_break(stub: Any) -> None:
         assert whole.tokens[:place] + rest.tokens == whole.tokens
         assert whole.text[:2] + rest.text == whole.text
         assert rest.ended == whole.ended
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_the_prompt_is_scored_once_for_all_siblings(stub: Any, is_streamed: bool) -> None:
+    """Also on a prefix hit, where its KV is there already and its logits are not."""
+    sampling = pb.SamplingParams(n=2, max_tokens=4, seed=4, prompt_logprobs=1, logprobs=0)
+    request = pb.GenerateRequest(text=PROMPT * 4, sampling=sampling, stream=is_streamed)
+    answers = [list(stub.Generate(request, timeout=60)) for _ in range(2)]
+    for responses in answers:
+        first, second = Answer(responses, 0), Answer(responses, 1)
+        assert len(first.prompt_logprobs) == first.ended[2] - 1
+        assert second.prompt_logprobs == []
+        assert [score.token_id for score in second.logprobs] == second.tokens
+    before, after = (Answer(responses, 0).prompt_logprobs for responses in answers)
+    for one, other in zip(before, after, strict=True):
+        assert (one.token_id, one.rank) == (other.token_id, other.rank)
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
 def test_scoring_an_answer_gives_what_was_said_of_it(stub: Any) -> None:

@@ -8,10 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from client import AsyncChairlift, Chairlift
+from client import Answer, AsyncChairlift, Chairlift
 from tests.support.grpcurl import grpcurl, messages
 from tests.support.processes import Server
 
@@ -108,3 +109,61 @@ def test_the_command_generates(server: Server) -> None:
         check=True,
     )
     assert len(done.stdout.split()) > 4
+
+
+def test_speculation_changes_no_answer(server: Server) -> None:
+    """Drafts that are right are kept where they are not what the model would have said: under a
+    seed, a penalty or a grammar; or none is ever right."""
+    asked = lines(TESTS / "workloads" / "copy.jsonl")[18]["prompt"]
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.7, "seed": 3, "frequency_penalty": 0.2, "logprobs": 1},
+        {"temperature": 1, "seed": 3, "regex": "(red, blue, (green|white), ){6}"},
+    ]
+    with Chairlift(server.address) as chairlift:
+        for way in ways:
+            plain = chairlift.complete(asked, max_tokens=24, speculate=0, **way)
+            fast = chairlift.complete(asked, max_tokens=24, speculate=8, **way)
+            assert fast.token_ids == plain.token_ids, way
+            assert fast.logprobs == plain.logprobs, way
+            assert fast.finish_reason == plain.finish_reason
+            assert fast.usage.drafted_tokens >= fast.usage.accepted_tokens > 0, way
+
+
+def test_beam_searches_find_the_golden_hypotheses(server: Server) -> None:
+    """Other hypotheses than transformers', or the same with other scores. Golden: tests/golden,
+    made by `generate(num_beams=...)`."""
+    searches = lines(TESTS / "golden" / "beams_smollm2.jsonl")
+    names = ("max_tokens", "beam_width", "n", "length_penalty", "early_stopping")
+
+    async def run() -> list[Answer]:
+        async with AsyncChairlift(server.address) as chairlift:
+            return await asyncio.gather(
+                *[
+                    chairlift.complete(search["prompt"], **{name: search[name] for name in names})
+                    for search in searches
+                ]
+            )
+
+    num_ended = 0
+    for search, first in zip(searches, asyncio.run(run()), strict=True):
+        answers = [first, *first.siblings]
+        found = [list(answer.token_ids) for answer in answers]
+        assert found == [golden["tokens"] for golden in search["answers"]]
+        scores = [answer.completion.beam_score for answer in answers]
+        right = [golden["score"] for golden in search["answers"]]
+        assert scores == pytest.approx(right, rel=1e-4)
+        num_ended += sum(answer.finish_reason == "stop" for answer in answers)
+    assert num_ended
+
+
+def test_beams_keep_to_a_grammar(server: Server) -> None:
+    """Each beam follows the grammar by its own tokens, also when it takes the place of another."""
+    options = ["red", "green and blue", "greenish"]
+    question = [{"role": "user", "content": "Name a colour."}]
+    with Chairlift(server.address) as chairlift:
+        first = chairlift.complete(question, choice=options, beam_width=3, n=3, max_tokens=12)
+    answers = [first, *first.siblings]
+    assert sorted(answer.text for answer in answers) == sorted(options)
+    scores = [answer.completion.beam_score for answer in answers]
+    assert scores == sorted(scores, reverse=True)

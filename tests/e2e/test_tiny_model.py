@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from client import AsyncChairlift, Chairlift, InvalidRequest
+from client import AsyncChairlift, Chairlift, InvalidRequest, cli
 from tests.support.oracle import generate
 from tests.support.processes import Server
 
@@ -207,6 +208,44 @@ def test_the_readme_example_runs(tiny_server: Server) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "temperature is -1" in done.stdout
+
+
+def test_a_batch_file(tiny_server: Server, tmp_path: Path) -> None:
+    """Requests in OpenAI's shape do not mean here what they mean there."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    message = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
+    bodies = {
+        "chat": {"messages": [message], "max_tokens": 4, "logprobs": True, "top_logprobs": 2},
+        "json": {
+            "messages": [message],
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": {**schema, "additionalProperties": False}},
+            },
+            "max_tokens": 100,
+        },
+        "text": {"prompt": "Once", "max_tokens": 3, "temperature": 0, "logprobs": 1},
+        "wrong": {"prompt": "Once", "temperature": -1},
+    }
+    requests, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    with requests.open("w") as file:
+        for name, body in bodies.items():
+            url = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+            print(json.dumps({"custom_id": name, "url": url, "body": body}), file=file)
+    assert cli.main(["batch", str(requests), str(results), "--address", tiny_server.address]) == 1
+    answers = {
+        line["custom_id"]: line for line in map(json.loads, results.read_text().splitlines())
+    }
+    assert answers.keys() == bodies.keys()
+    assert "sampling.temperature is -1" in answers["wrong"]["error"]["message"]
+    del answers["wrong"]
+    choices = {name: line["response"]["body"]["choices"][0] for name, line in answers.items()}
+    assert json.loads(choices["json"]["message"]["content"])["a"] in (1, 2)
+    content = choices["chat"]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in content] == [2] * len(content)
+    logprobs = choices["text"]["logprobs"]
+    (most_probable,) = logprobs["top_logprobs"][0].items()
+    assert most_probable == (logprobs["tokens"][0], logprobs["token_logprobs"][0])
 
 
 def test_the_scheduler_process_has_no_torch(tiny_server: Server) -> None:

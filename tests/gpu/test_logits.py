@@ -136,9 +136,7 @@ def test_a_step_with_a_late_mask_and_scores(graphs: bool, tmp_path: Path, table:
     results: list[list[StepResult]] = []
     for device in ("cpu", str(DEVICE)):
         loaded = load(tmp_path, device=device, dtype="float32", page_size=16)
-        process = InProcess(
-            loaded, max_batch_tokens=128, use_cuda_graph=graphs, is_padded=graphs
-        )
+        process = InProcess(loaded, max_batch_tokens=128, use_cuda_graph=graphs, is_padded=graphs)
         plan = full_step(process.first_plan(range(1, 60), range(9, 30)))
         vocab_size = loaded.vocab_size
         mask = mask_message(plan.step_id, {0: range(0, vocab_size, 2)}, vocab_size)

@@ -90,6 +90,11 @@ HOSTILE: Final[dict[str, tuple[Sampling, str]]] = {
         _schema(allOf=[{"type": "integer", "multipleOf": p} for p in (9973, 9967, 9949)]),
         "fuel",
     ),
+    "many optional properties": (
+        _schema(type="object", properties={f"p{i}": {"type": "null"} for i in range(300)},
+                additionalProperties=False),
+        "items",
+    ),
     "a product of choices": (
         _schema(allOf=[
             {"anyOf": [{"properties": {f"p{i}_{j}": {"type": "string"}}} for j in range(10)]}
@@ -116,6 +121,9 @@ HARMLESS: Final[dict[str, Sampling]] = {
     "any of a billion": _references("anyOf", 30, 10),
     "infinite objects": _schema(type="object", properties={"a": {"$ref": "#"}}, required=["a"]),
     "ambiguity": {"grammar": 'start: e\ne: e e | e e e | "a" |'},
+    "some optional properties": _schema(
+        type="object", properties={f"p{i}": {"type": "null"} for i in range(150)}
+    ),
     "no end": {"grammar": 'start: "a" start'},
     "true": {"json_schema": "true"},
     "an empty schema": {"json_schema": "{}"},

@@ -124,6 +124,23 @@ def test_run_ahead_changes_no_token(loaded: LoadedModel, model: Model) -> None:
     assert tokens[0] == tokens[1]
 
 
+def test_drafts_change_no_token(loaded: LoadedModel, model: Model) -> None:
+    """A draft is checked against the mask of another position, or accepted against the grammar."""
+    regex = "((north|south) wind, ){12}the end"
+    answers = []
+    with serving(loaded) as bench:
+        for speculate in (0, 5):
+            requests = [asked(regex=regex, speculate=speculate) for _ in range(4)]
+            answers.append(bench.serve(submissions(model, requests)))
+        assert_nothing_is_held(bench)
+    plain, drafted = answers
+    for who, answer in drafted.items():
+        assert re.fullmatch(regex, answer.text)
+        assert answer.tokens == plain[who].tokens
+        assert answer.end is not None
+        assert 0 < answer.end.accepted_tokens < answer.end.drafted_tokens
+
+
 @pytest.mark.parametrize("swap_chunks", [0, 60])
 def test_answers_validate_in_a_tiny_pool(
     loaded: LoadedModel, model: Model, swap_chunks: int

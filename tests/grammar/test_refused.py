@@ -198,6 +198,17 @@ def test_a_matcher_is_tried_again_with_a_lexer_of_its_own(model: Model) -> None:
         broken.masks([model.tokenizer.encode("z")[0]])
 
 
+def test_ambiguity_ends_its_own_answer(model: Model) -> None:
+    """Each token of an ambiguous grammar takes longer than the one before, and all wait for it."""
+    grammar = 'start: e\ne: e e | e e e | "a" |'
+    matcher = validate(request(grammar=grammar), "r", 0, model, 8).matcher
+    assert matcher is not None
+    output = model.tokenizer.encode("a") * 400
+    assert len(matcher.masks(output[:50])) == 1
+    with pytest.raises(GrammarFailed, match="items"):
+        matcher.masks(output)
+
+
 def test_a_reason_is_short() -> None:
     """A client reads a page about the parser's state."""
     assert short_reason("at 1(2): bad\n   1 | start: x\n       ^\n<non-verbose/>") == "at 1(2): bad"

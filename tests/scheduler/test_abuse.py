@@ -13,7 +13,7 @@ import pytest
 from protos import admin_pb2
 from protos import inference_pb2 as pb
 from scheduler_svc.errors import RequestRejected
-from scheduler_svc.front.inference_service import MAX_ABORTED_IDS
+from scheduler_svc.front.generations import MAX_ABORTED_IDS
 from scheduler_svc.front.prompts import MAX_CONVERTED_TOKENS
 from scheduler_svc.front.statuses import MAX_REQUEST_BYTES
 from scheduler_svc.settings.config import Config

@@ -12,8 +12,11 @@ import pytest
 from protos import inference_pb2 as pb
 from scheduler_svc.core.request import FinishReason
 from scheduler_svc.errors import QueueFull, RequestFailed
+from scheduler_svc.front.inference_service import _default_sampling
 from scheduler_svc.front.statuses import DETAILS_KEY
 from scheduler_svc.settings.config import Config
+from scheduler_svc.text.tokenizer import Tokenizer
+from tests.support.asked import MODEL
 from tests.support.calls import (
     BYTES,
     END,
@@ -29,6 +32,7 @@ from tests.support.calls import (
 )
 from tests.support.edge import Edge, stop
 from tests.support.fake_engine import FACTS, FakeEngine
+from tests.support.small_tokenizers import chat
 
 
 async def test_a_stream_is_started_chunks_complete(edge: Edge) -> None:
@@ -101,9 +105,9 @@ async def test_requests_get_an_id_and_a_seed(edge: Edge) -> None:
         ),
         ({"request_id": "a\nb"}, grpc.StatusCode.INVALID_ARGUMENT, "request_id"),
         (
-            {"sampling": pb.SamplingParams(beam_width=2)},
-            grpc.StatusCode.UNIMPLEMENTED,
-            "sampling.beam_width",
+            {"sampling": pb.SamplingParams(beam_width=2, n=3)},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "sampling.n is 3; allowed: 1 to 2 (beam_width)",
         ),
         (
             {"sampling": pb.SamplingParams(n=65)},
@@ -253,6 +257,25 @@ async def test_model_info(edge: Edge) -> None:
     assert (info.vocab_size, info.max_model_len, info.dtype) == (300, 128, "float32")
     assert (list(info.eos_token_ids), info.has_chat_template) == ([END], True)
     assert info.default_sampling == pb.SamplingParams()
+
+
+def test_the_models_own_defaults_are_shown() -> None:
+    """A client must know what it gets when it says nothing."""
+    stated = {
+        "temperature": 0.5, "repetition_penalty": 1.25, "min_new_tokens": 2, "length_penalty": 0.5,
+        "early_stopping": True, "sequence_bias": [[ids("a"), 1.5]], "bad_words_ids": [ids("bc")],
+    }  # fmt: skip
+    assert _default_sampling(
+        replace(MODEL, tokenizer=Tokenizer(chat(), stated))
+    ) == pb.SamplingParams(
+        temperature=0.5,
+        repetition_penalty=1.25,
+        min_tokens=2,
+        length_penalty=0.5,
+        early_stopping=True,
+        logit_bias={ids("a")[0]: 1.5},
+        bad_words=["bc"],
+    )
 
 
 async def test_server_info(edge: Edge) -> None:

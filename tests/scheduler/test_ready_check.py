@@ -39,6 +39,8 @@ def worker(bench: Bench) -> str:
         ("num_chunks", 2**31 - 1),
         ("num_swap_chunks", -1),
         ("num_swap_chunks", 2**31 - 1),
+        ("max_logits", -1),
+        ("max_logits", 1),  # fewer than rows
         ("chunk_bytes", 0),
         ("chunk_bytes", -(2**63)),
         ("page_size", 5),  # 4 was asked for

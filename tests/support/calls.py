@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
+from protos import admin_pb2, admin_pb2_grpc
 from protos import inference_pb2 as pb
 from scheduler_svc.engine.events import Delta
 from tests.support.edge import Edge
@@ -76,3 +77,19 @@ def says(text: str) -> Any:
 
 def delta(request_id: str, text: str) -> Delta:
     return Delta(request_id, 0, [1], text)
+
+
+async def nothing_is_left(channel: grpc.aio.Channel) -> None:
+    """No live request, and every chunk free: waits for what the last clients left behind."""
+    admin: Any = admin_pb2_grpc.AdminStub(channel)
+    async with asyncio.timeout(6 * SECONDS):
+        while True:
+            listed = await admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=SECONDS)
+            cache = await admin.GetCache(admin_pb2.GetCacheRequest(), timeout=SECONDS)
+            if (
+                listed.total == 0
+                and cache.chunks_free == cache.chunks_total
+                and cache.swap_chunks_free == cache.swap_chunks_total
+            ):
+                return
+            await asyncio.sleep(0.02)

@@ -83,6 +83,10 @@ def check(state: State) -> None:
         _check_reports(state, request)
     special = sum(_is_special(request) for request in rows.running.values())
     _require(rows.num_special == special, "special rows are miscounted", rows.num_special)
+    beams = [request for request in rows.running.values() if request.beams is not None]
+    _require(rows.num_beams == len(beams), "beams are miscounted", rows.num_beams)
+    for request in state.live():
+        _check_beams(state, request)
     order = [state.policy.urgency(request) for request in state.pending.in_order()]
     _require(order == sorted(order), "the queue is out of order", order)
 
@@ -100,6 +104,32 @@ def _check_running(state: State, row: int, request: Request) -> None:
     _require(request.swapped is None, "a running request is offloaded", request)
 
 
+def _check_beams(state: State, request: Request) -> None:
+    """A group is in one place, and its rows hold the beams of its search."""
+    group = request.beams
+    if group is None:
+        return
+    family = state.requests[request.request_id]
+    _require(len(family) == len(group.members), "beams are lost", request.name)
+    if not group.holders:
+        others = [member for member in group.members if member is not group.leader]
+        is_whole = {id(m) for m in group.leader.siblings} == {id(m) for m in others}
+        _require(is_whole, "a leader has lost siblings", request.name)
+        places = {(member.row == NO_ROW, member.state) for member in group.members}
+        _require(len(places) == 1, "a group is only partly admitted", (request.name, places))
+        _require(group.leader.token_ids == group.tokens_in_common(), "a leader's", request.name)
+        return
+    _require(all(m.row != NO_ROW for m in group.members), "a beam without a row", request.name)
+    _require(not any(m.siblings for m in group.members), "forked twice", request.name)
+    for holder, beam in zip(group.holders, group.search.beams, strict=True):
+        held = holder.token_ids[holder.num_prompt_tokens :]
+        _require(held == beam.token_ids, "a row holds another beam", holder.name)
+    holders = {id(holder) for holder in group.holders}
+    for member in group.members:
+        is_idle = bool(state.rows.awaits_fork[member.row])
+        _require(is_idle == (id(member) not in holders), "an idle row holds a beam", member.name)
+
+
 def _is_special(request: Request) -> bool:
     plain, sampling = Sampling(), request.sampling
     names = "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "bad_words"
@@ -108,13 +138,14 @@ def _is_special(request: Request) -> bool:
         or bool(sampling.min_tokens and sampling.stop_token_ids)
         or (sampling.logprobs, request.prompt_logprobs) != (None, None)
         or request.is_constrained
+        or request.beams is not None
     )
 
 
 def _check_reports(state: State, request: Request) -> None:
     """Log probabilities returned and on their way, and the history."""
     num_new = len(request.token_ids) - len(request.first_tokens)
-    wanted = 0 if request.sampling.logprobs is None else num_new
+    wanted = 0 if request.sampling.logprobs is None or request.beams is not None else num_new
     _require(len(request.scores) == wanted, "tokens without scores", request.name)
     if request.prompt_logprobs is not None:
         returned = len(request.prompt_scores)

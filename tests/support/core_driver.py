@@ -54,7 +54,8 @@ class CoreDriver:
             len(new.prompt_token_ids),
             new.max_tokens,
             geometry.max_model_len,
-            geometry.pool_tokens(),
+            geometry.pool_tokens(False, new.num_beams, len(new.prompt_token_ids)),
+            new.num_beams,
         )
         assert reason is None, reason
         return self.scheduler.submit(new)

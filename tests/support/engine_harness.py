@@ -121,7 +121,7 @@ class Bench:
         """`stop` is a stop string of one letter; `fields` are those of NewRequest."""
         sampling = Sampling(temperature, seed=seed, stop_token_ids=stop_token_ids)
         new = NewRequest(request_id, prompt, max_tokens, sampling, **fields)
-        self.engine.submit(Submission(new, [Letters(stop) for _ in range(new.n)]))
+        self.engine.submit(Submission(new, [Letters(stop) for _ in range(new.num_answers)]))
 
     def step(self, count: int = 1) -> None:
         """Plans and computes."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler_svc.core.request import NewRequest, Sampling, TokenScore
+from scheduler_svc.core.request import FinishReason, NewRequest, Sampling, TokenScore
 from scheduler_svc.core.seeds import streams, uniforms
 from tests.support.shadow_model import (
     START,
@@ -27,6 +27,8 @@ class Expected:
     tokens: list[int]
     scores: list[TokenScore]  # of tokens that were not delivered before
     prompt_scores: list[TokenScore]
+    beam_score: float | None = None  # of an answer of a beam search, and why that ended
+    reason: FinishReason | None = None
 
 
 def expected_answers(

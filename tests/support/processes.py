@@ -83,17 +83,30 @@ class Server:
 
     def child(self, module: str) -> int:
         """The process id of the child that runs `python -m module`."""
+        for pid, words in self._children().items():
+            if module in words:
+                return pid
+        raise AssertionError(f"no child runs {module}:\n{self.log.read_text()}")
+
+    def gateway(self) -> int:
+        """The process id of smg, which renames itself."""
+        (pid,) = [pid for pid, words in self._children().items() if "-m" not in words]
+        return pid
+
+    def _children(self) -> dict[int, list[str]]:
+        """Process id → command line."""
+        found: dict[int, list[str]] = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
             try:
                 parent = int(entry.joinpath("stat").read_text().rpartition(")")[2].split()[1])
-                words = entry.joinpath("cmdline").read_bytes().split(b"\0")
+                words = entry.joinpath("cmdline").read_bytes().decode().split("\0")
             except (OSError, IndexError):
                 continue  # it ended meanwhile
-            if parent == self.process.pid and module.encode() in words:
-                return int(entry.name)
-        raise AssertionError(f"no child runs {module}:\n{self.log.read_text()}")
+            if parent == self.process.pid:
+                found[int(entry.name)] = words
+        return found
 
     def kill_worker(self) -> None:
         os.kill(self.child("worker"), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Random clients of a real gRPC server: they ask, leave, abort, time out, stall and reuse ids.
+"""Random clients of a real gRPC server: they ask, leave, resume, abort, time out, stall, reuse ids.
 
 Server, engine, core and text are real; the worker is a shadow worker in a thread of its own that
 now and then dies, fails a step or goes silent for a while. Every complete answer must hold exactly
@@ -36,7 +36,7 @@ from scheduler_svc.engine.worker_link import WorkerMessage
 from scheduler_svc.front.server import Server
 from scheduler_svc.settings.config import Config
 from scheduler_svc.text.tokenizer import Tokenizer
-from tests.support.calls import BYTES, END
+from tests.support.calls import BYTES, END, nothing_is_left
 from tests.support.expected_answers import expected_tokens
 from tests.support.memory_link import MemoryLink
 from tests.support.small_tokenizers import chat
@@ -134,7 +134,8 @@ class Client:
     async def live(self, calls: int) -> None:
         for _ in range(calls):
             act = self.chance.choices(
-                (self.ask, self.leave, self.abort, self.look, self.blunder), (10, 3, 2, 2, 1)
+                (self.ask, self.go_on, self.leave, self.abort, self.look, self.blunder),
+                (10, 3, 3, 2, 2, 1),
             )[0]
             self.outcome.calls[act.__name__] += 1
             await act()
@@ -174,6 +175,31 @@ class Client:
         else:
             assert status is grpc.StatusCode.ALREADY_EXISTS, await call.details()
             assert asked.request_id, "an id that the server made up was taken"
+
+    async def go_on(self) -> None:
+        """Loses a stream and resumes each sibling: together they are the whole answer."""
+        asked = self.request()
+        call = self.inference.Generate(asked, timeout=SECONDS)
+        responses, _ = await self.read(call, self.chance.randrange(1, 12))
+        call.cancel()
+        if not responses:
+            assert await call.code() is grpc.StatusCode.ALREADY_EXISTS, await call.details()
+            return
+        for index in range(asked.sampling.n):
+            mine = [each for each in responses[1:] if each.index == index]
+            if mine and mine[-1].HasField("complete"):
+                continue
+            chunks = [each.chunk for each in mine]
+            rest = pb.GenerateRequest(tokens=asked.tokens, sampling=asked.sampling)
+            rest.sampling.ClearField("n")
+            rest.resume.index = index
+            rest.resume.text_length = sum(len(chunk.text) for chunk in chunks)
+            rest.resume.output_token_ids.extend(t for chunk in chunks for t in chunk.token_ids)
+            more, status = await self.read(call := self.inference.Generate(rest, timeout=SECONDS))
+            assert status is grpc.StatusCode.OK, await call.details()
+            self.outcome.calls["resumed amid an answer"] += bool(mine)
+            responses += more[1:]
+        self.check(asked, responses)
 
     async def read(
         self, call: Any, most: int = 1 << 30, pause: float = 0.0
@@ -264,8 +290,7 @@ class Client:
             await self.inference.GetServerInfo(pb.GetServerInfoRequest(), timeout=SECONDS)
         elif what == 4:
             asked = admin_pb2.GetRequestRequest(request_id=self.chance.choice(self.shared_ids))
-            call = self.admin.GetRequest(asked, timeout=SECONDS)
-            status = await call.code()
+            status = await (call := self.admin.GetRequest(asked, timeout=SECONDS)).code()
             assert status in (grpc.StatusCode.OK, grpc.StatusCode.NOT_FOUND), await call.details()
         else:
             watched = self.admin.WatchSteps(admin_pb2.WatchStepsRequest(), timeout=SECONDS)
@@ -363,19 +388,3 @@ async def live(seed: int, calls: int) -> Outcome:
     assert not crashes, crashes
     outcome.deaths, outcome.faults = link.deaths, link.faults
     return outcome
-
-
-async def nothing_is_left(channel: grpc.aio.Channel) -> None:
-    """No live request, and every chunk free: waits for what the last clients left behind."""
-    admin: Any = admin_pb2_grpc.AdminStub(channel)
-    async with asyncio.timeout(SECONDS):
-        while True:
-            listed = await admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=SECONDS)
-            cache = await admin.GetCache(admin_pb2.GetCacheRequest(), timeout=SECONDS)
-            if (
-                listed.total == 0
-                and cache.chunks_free == cache.chunks_total
-                and cache.swap_chunks_free == cache.swap_chunks_total
-            ):
-                return
-            await asyncio.sleep(0.02)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler_svc.core.request import NewRequest, Sampling
+from scheduler_svc.core.request import BeamSearch, NewRequest, Sampling
 from tests.support.expected_answers import expected_answers
 
 
@@ -27,6 +27,7 @@ def random_requests(
     speculate_share: float = 0.0,
     score_share: float = 0.0,
     special_share: float = 0.0,
+    beam_share: float = 0.0,
 ) -> list[NewRequest]:
     """Requests with uniform lengths in the given ranges (both ends included).
 
@@ -62,6 +63,8 @@ def random_requests(
         )
         if special_share and rng.random() < special_share:
             new = _special(rng, new, vocab_size)
+        if beam_share and new.max_tokens and rng.random() < beam_share:
+            new = _beam_search(rng, new, vocab_size)
         requests.append(new)
     return requests
 
@@ -96,6 +99,19 @@ def _special(rng: np.random.Generator, new: NewRequest, vocab: int) -> NewReques
     )
 
 
+def _beam_search(rng: np.random.Generator, new: NewRequest, vocab: int) -> NewRequest:
+    """The request as a beam search."""
+    width = int(rng.integers(2, 5))
+    beams = BeamSearch(
+        width,
+        num_answers=int(rng.integers(1, width + 1)),
+        length_penalty=float(rng.choice([0.0, 1.0, 1.5, -0.5])),
+        early_stopping=bool(rng.random() < 0.5),
+        vocab_size=vocab,
+    )
+    return replace(new, beams=beams, n=1, speculate=0, index=0)
+
+
 def some_resumed(
     rng: np.random.Generator,
     requests: list[NewRequest],
@@ -107,7 +123,7 @@ def some_resumed(
     answers = expected_answers([(new, new.index) for new in requests], vocab, windows)
     resumed = []
     for new, answer in zip(requests, answers, strict=True):
-        is_resumed = new.n == 1 and rng.random() < share
+        is_resumed = new.n == 1 and new.beams is None and rng.random() < share
         known = int(rng.integers(len(answer.tokens) + 1)) if is_resumed else 0
         resumed.append(replace(new, output_token_ids=answer.tokens[:known]))
     return resumed

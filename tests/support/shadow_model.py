@@ -108,6 +108,16 @@ def scores_of(
     return scores
 
 
+def beam_candidates(context: Context, total: int, k: int, vocab: int) -> TokenScore:
+    """The k most probable tokens of a beam in a context, banned ones last."""
+    sums = np.array([total], np.uint64)
+    if not context.is_empty:
+        sums = mix(sums, np.array([context.digest()], np.uint64))
+    row = np.where(context.allows(vocab), log_probabilities(sums, vocab)[0], np.float32(-math.inf))
+    top = tuple((token, float(row[token])) for token in np.argsort(-row, kind="stable")[:k])
+    return TokenScore(*top[0], 1, top)
+
+
 def allowed_after(output: Sequence[int], vocab: int) -> Mask:
     """The grammar of all constrained requests: tokens that may follow these output tokens."""
     last = output[-1] if output else 0

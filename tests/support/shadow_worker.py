@@ -40,6 +40,7 @@ from tests.support.shadow_model import (
     Context,
     Mask,
     UInt64,
+    beam_candidates,
     choose,
     choose_in,
     mix,
@@ -143,6 +144,12 @@ class ShadowWorker:
             np.concatenate([plan.num_candidates[reported], plan.score_candidates]).tolist(),
             self.vocab_size,
         )
+        for report, sample in enumerate(reported.tolist()):
+            if plan.is_beam[sample]:
+                total, k = sums[plan.sample_logits[sample]], int(plan.num_candidates[sample])
+                context = self._context(plan, sample, masks.get(sample))
+                scores[report] = beam_candidates(context, int(total), k, self.vocab_size)
+                token_ids[sample] = scores[report].token_id
         entries = [e for score in scores for e in ((score.token_id, score.logprob), *score.top)]
         return StepResult(
             step_id=plan.step_id,

@@ -76,6 +76,7 @@ class Outcome:
     scores: dict[Key, list[TokenScore]] = field(default_factory=dict)
     prompt_scores: dict[Key, list[TokenScore]] = field(default_factory=dict)
     reasons: dict[Key, FinishReason] = field(default_factory=dict)
+    beam_scores: dict[Key, float] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     cached_tokens: dict[Key, int] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)

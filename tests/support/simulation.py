@@ -18,6 +18,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.state import InFlight, State
 from tests.support.check import check, check_rows
 from tests.support.expected_answers import Expected, expected_answers
+from tests.support.expected_beams import expected_beams
 from tests.support.shadow_model import Mask, allowed_after
 from tests.support.shadow_worker import ShadowWorker
 from tests.support.simulated_run import Key, Outcome, Setup
@@ -113,9 +114,11 @@ class Simulation:
 
     def submit(self, new: NewRequest) -> Request | None:
         geometry = self.state.geometry
-        pool_tokens = geometry.pool_tokens(self.state.holds_ended)
-        prompt_tokens = len(new.prompt_token_ids)
-        if why_never_fits(prompt_tokens, new.max_tokens, geometry.max_model_len, pool_tokens):
+        prompt_tokens, width = len(new.prompt_token_ids), new.beams.width if new.beams else 1
+        pool_tokens = geometry.pool_tokens(self.state.holds_ended, width, prompt_tokens)
+        if width > self.setup.max_requests or why_never_fits(
+            prompt_tokens, new.max_tokens, geometry.max_model_len, pool_tokens, width
+        ):
             self.outcome.refused.append(new.request_id)
             return None
         family = self.scheduler.submit(new)
@@ -130,7 +133,12 @@ class Simulation:
         for request in list(self.state.requests.get(request_id, [])):
             if request.finish_reason is None:  # a sibling may have ended with the first
                 self.scheduler.finish(request, FinishReason.ABORT)
-            self._ended(request)
+            group = request.beams
+            if group is None:
+                self._ended(request)
+            elif request.index < group.search.settings.num_answers:
+                self._note(request)
+                self._ended(request)
 
     def plan(self) -> bool:
         """Plans and sends one step if one may be in flight and there is something to do."""
@@ -213,9 +221,11 @@ class Simulation:
         num_known = {r: len(r.token_ids) for r in oldest.requests}
         assert self.scheduler.why_invalid(result, self.setup.vocab_size) is None
         absorbed = self.scheduler.absorb(result)
-        for request in absorbed.sampled + absorbed.scored:
+        for request in absorbed.sampled + absorbed.scored + absorbed.ended:
             self._note(request)
         for request in oldest.requests:  # ended ones, too
+            if request.beams is not None:
+                continue  # its scores come with the answers
             num_new = len(request.token_ids) - len(request.first_tokens)
             assert len(request.scores) == (request.sampling.logprobs is not None) * num_new
         if self._held is not None:
@@ -295,6 +305,8 @@ class Simulation:
         self.outcome.tokens[who] = request.token_ids[request.num_prompt_tokens :]
         self.outcome.scores[who] = list(request.scores)
         self.outcome.prompt_scores[who] = list(request.prompt_scores)
+        if request.beam_score is not None:
+            self.outcome.beam_scores[who] = request.beam_score
 
     def _ended(self, request: Request) -> None:
         assert key(request) not in self.outcome.reasons, "ended twice"
@@ -336,9 +348,15 @@ def verify(requests: list[NewRequest], outcome: Outcome, setup: Setup) -> None:
     its abort."""
     accepted = [new for new in requests if new.request_id not in outcome.refused]
     windows = [window for window, _ in setup.groups]
+    searches = [new for new in accepted if new.beams is not None]
+    accepted = [new for new in accepted if new.beams is None]
     family = [(new, new.index + number) for new in accepted for number in range(new.n)]
-    assert outcome.reasons.keys() == {(new.request_id, index) for new, index in family}
     answers = expected_answers(family, setup.vocab_size, windows) if family else []
+    for new in searches:
+        right = expected_beams(new, setup.vocab_size, windows)
+        family += [(new, index) for index in range(len(right))]
+        answers += right
+    assert outcome.reasons.keys() == {(new.request_id, index) for new, index in family}
     for (new, index), right in zip(family, answers, strict=True):
         verify_answer(new, index, right, outcome)
 
@@ -354,6 +372,10 @@ def verify_answer(new: NewRequest, index: int, right: Expected, outcome: Outcome
         assert got == tuple(items[:n] for items, n in zip(wanted, lengths, strict=True)), who
         return
     assert got == wanted, who
+    if right.beam_score is not None:
+        assert outcome.beam_scores[who] == right.beam_score, who
+        assert outcome.reasons[who] is right.reason, who
+        return
     has_stopped = bool(right.tokens) and right.tokens[-1] in new.sampling.stop_token_ids
     reason = FinishReason.STOP if has_stopped else FinishReason.LENGTH
     assert outcome.reasons[who] is reason, who

@@ -103,7 +103,8 @@ def test_scores_of_tokens_sum_up_to_the_hypothesis(model: PreTrainedModel) -> No
         assert [score.token_id for score in hypothesis.scores] == hypothesis.token_ids
         assert sum(score.logprob for score in hypothesis.scores) == pytest.approx(hypothesis.score)
         for score in hypothesis.scores:
-            assert len(score.top) == 2 and score.top[0][1] >= score.top[1][1] >= -30
+            assert len(score.top) == 2
+            assert score.top[0][1] >= score.top[1][1]
             better = [token for token, logprob in score.top if logprob > score.logprob]
             assert len(better) == min(2, score.rank - 1)
 

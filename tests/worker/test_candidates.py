@@ -236,10 +236,12 @@ def test_prompt_logprobs_equal_transformers(served, saved, make, is_padded, max_
 
 def test_logits_per_step_are_bounded_and_reported(served, monkeypatch):
     """The scheduler plans by it; more would take memory that was not planned. Every row can sample,
-    whatever the vocabulary."""
+    and some prompt be scored beside them, whatever the vocabulary."""
     assert served(llama, max_batch_tokens=40).runner.ready().max_logits == 40
-    monkeypatch.setattr(step_memory, "_MOST_LOGITS_CPU", 10 * VOCAB_SIZE)
-    assert served(llama, max_batch_tokens=40, max_requests=30).runner.ready().max_logits == 30
+    monkeypatch.setattr(step_memory, "_MOST_LOGITS_CPU", 3 * VOCAB_SIZE)
+    wide = {"max_batch_tokens": 200, "max_requests": 30}
+    assert served(llama, **wide).runner.ready().max_logits == 30 + 64
+    monkeypatch.setattr(step_memory, "_FEWEST_SCORES", 6)
     it = served(llama, max_batch_tokens=40, max_requests=4)
     assert it.runner.ready().max_logits == 10
     prompt = prompt_of(11)

@@ -257,9 +257,12 @@ def test_rows_without_edits_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert run.tokens == [int(logits[0].argmax())]
 
 
-def test_tokens_beyond_the_logits_have_no_penalty() -> None:
-    """A prompt may hold ids of an embedding that is larger than the vocabulary."""
-    got = edited(random_logits(1), Case([VOCAB, VOCAB + 9], [], {"repetition_penalty": 2.0}))
+def test_tokens_beyond_the_logits_have_no_effect() -> None:
+    """A prompt, a bad word or a stop token may be an id of an embedding or a tokenizer that is
+    larger than the vocabulary."""
+    case = Case([VOCAB, VOCAB + 9], [], {"repetition_penalty": 2.0})
+    case.bias = [(VOCAB, 3.0), (VOCAB, -INF)]
+    got = edited(random_logits(1), case)
     assert torch.equal(got, random_logits(1)[0])
 
 

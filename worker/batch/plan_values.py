@@ -62,8 +62,9 @@ def check_plan(plan: StepPlan, bounds: PlanBounds) -> None:
         _check_range(name, values, first, last)
     _check_settings(plan)
     _check_num_entries(plan, bounds)
-    _check_history(plan, max(most, bounds.num_embeddings))
-    _check_biases(plan, most)
+    num_tokens = max(most, bounds.num_embeddings)  # ids beyond the logits are without effect
+    _check_history(plan, num_tokens)
+    _check_biases(plan, num_tokens)
     _check_offsets("query_start_loc", plan.query_start_loc, 0, len(plan.token_ids), "tokens")
     query_lens = np.diff(plan.query_start_loc)
     if np.any(query_lens < 1) or np.any(plan.seq_lens < query_lens):
@@ -131,12 +132,12 @@ def _check_history(plan: StepPlan, num_tokens: int) -> None:
         raise InvalidPlan("history_tokens name the unknown token of a sample more than once")
 
 
-def _check_biases(plan: StepPlan, vocab_size: int) -> None:
+def _check_biases(plan: StepPlan, num_tokens: int) -> None:
     _check_offsets("bias_start", plan.bias_start, 0, len(plan.bias), "bias entries")
     if not len(plan.bias):
         return
-    _check_range("bias_tokens", plan.bias_tokens, 0, vocab_size - 1)
-    _check_range("bias_after", plan.bias_after, ANY_TOKEN, vocab_size - 1)
+    _check_range("bias_tokens", plan.bias_tokens, 0, num_tokens - 1)
+    _check_range("bias_after", plan.bias_after, ANY_TOKEN, num_tokens - 1)
     wrong = plan.bias[~(plan.bias < np.inf)]  # NaN, too
     if len(wrong):
         raise InvalidPlan(f"bias must be finite or -inf, but contains {wrong.tolist()}")

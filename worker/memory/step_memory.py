@@ -56,6 +56,7 @@ _GRAPH_OBJECTS: Final = 256 * 2**20  # vLLM reports 0.21 GiB for 35 decode graph
 # Logits of one step, in numbers: a CPU computes as fast with fewer.
 _MOST_LOGITS_CPU: Final = 2**24
 _MOST_LOGITS_DEVICE: Final = 2**27
+_FEWEST_SCORES: Final = 64  # tokens that are scored beside all rows, however large the vocabulary
 _MOST_EDITS: Final = 2**20  # history and bias entries that are counted
 
 
@@ -123,11 +124,11 @@ def _first(config: Any, *names: str) -> int:
 
 
 def most_logits(vocab_size: int, configure: link_pb2.Configure, device: torch.device) -> int:
-    """Tokens of one step whose logits are computed: all rows can sample, and prompts be scored in
-    chunks that are long enough to be fast."""
+    """Tokens of one step whose logits are computed: all rows can sample, and beside them prompts be
+    scored in chunks that are long enough to be fast."""
     numbers = _MOST_LOGITS_CPU if device.type == "cpu" else _MOST_LOGITS_DEVICE
-    wanted = max(configure.max_requests_per_batch, numbers // vocab_size)
-    return min(configure.max_batch_tokens, wanted)
+    beside = max(_FEWEST_SCORES, numbers // vocab_size)
+    return min(configure.max_batch_tokens, configure.max_requests_per_batch + beside)
 
 
 def samples_at_once(vocab_size: int, max_requests: int) -> int:

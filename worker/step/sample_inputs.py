@@ -227,18 +227,19 @@ def _place_edits(
     rows, entries = _entries(plan.history_start, here)
     tokens = plan.history_tokens[entries]
     counts = np.where(tokens < 0, 1, plan.history_counts[entries])
-    exists = tokens < vocab_size  # a prompt may hold ids that no logits belong to
+    exists = tokens < vocab_size  # a tokenizer may know ids that no logits belong to
     bias_rows, bias_entries = _entries(plan.bias_start, here)
-    bias = plan.bias[bias_entries]
-    is_ban = bias == -math.inf
+    bias, after = plan.bias[bias_entries], plan.bias_after[bias_entries]
+    bias_tokens = plan.bias_tokens[bias_entries]
+    is_ban = (bias == -math.inf) & (bias_tokens < vocab_size)
+    is_finite = (bias != -math.inf) & (bias_tokens < vocab_size)
     banned, ban_places = np.unique(bias_rows[is_ban], return_inverse=True)
-    bias_tokens, after = plan.bias_tokens[bias_entries], plan.bias_after[bias_entries]
     return Edits(
         beams=inputs._place(np.flatnonzero(is_beam)),
-        bias_rows=inputs._place(bias_rows[~is_ban]),
-        bias_tokens=inputs._place(bias_tokens[~is_ban]),
-        bias_after=inputs._place(after[~is_ban]),
-        bias=inputs._place(bias[~is_ban], np.float32),
+        bias_rows=inputs._place(bias_rows[is_finite]),
+        bias_tokens=inputs._place(bias_tokens[is_finite]),
+        bias_after=inputs._place(after[is_finite]),
+        bias=inputs._place(bias[is_finite], np.float32),
         history_rows=inputs._place(rows[exists]),
         history_tokens=inputs._place(tokens[exists]),
         history_counts=inputs._place(counts[exists], np.float32),

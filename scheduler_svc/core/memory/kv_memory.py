@@ -65,6 +65,12 @@ class KvMemory:
         tables = zip(self.groups, self.tables.first[:, row], self.tables.of_row(row), strict=True)
         return [table[max(0, a.first_page(computed) - int(first)) :] for a, first, table in tables]
 
+    def holds_window(self, row: int, computed: int) -> bool:
+        """Whether the row still has all blocks that queries from position `computed` on read."""
+        firsts = self.tables.first[:, row].tolist()
+        pairs = zip(self.groups, firsts, strict=True)
+        return all(first <= a.first_page(computed) for a, first in pairs)
+
     def release_row(self, row: int) -> None:
         """Empties the row's tables and releases their blocks."""
         self.device.give_tables(self.tables.clear(row))

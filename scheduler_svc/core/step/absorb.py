@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protos.plan import Int32, StepResult
+from scheduler_svc.core.lock_step import advance_beams
 from scheduler_svc.core.request import Request, RequestState, TokenScore
 from scheduler_svc.core.state import InFlight, State
 from scheduler_svc.core.step.result_check import why_not_the_result
@@ -59,6 +60,8 @@ def absorb(state: State, result: StepResult) -> Absorbed:
     _append_prompt_scores(step, scores, is_finite, absorbed)
     _publish(state, step, ends, is_current & ~rows.is_tainted[step.rows])
     _release_out_of_window(state, step, ends, is_current)
+    if step.reports.is_beam.any():
+        absorbed.ended += _advance_beams(state, step)
     may_end += [step.requests[place] for place in step.unsampled if is_finite[place]]
     _end(state, may_end, absorbed)
     if state.suspects.is_active:
@@ -112,6 +115,8 @@ def _append_tokens(
 ) -> list[Request]:
     """Appends the samples [S], for all rows at once, and their scores, the first of `scores`.
     Returns the requests that may end by them."""
+    if step.reports.is_beam.any():  # their candidates are kept until the whole group's have come
+        is_accepted = is_accepted & ~step.reports.is_beam
     rows, token_ids = state.rows, token_ids[is_accepted]
     sampled, sampled_for = step.sampled[is_accepted], step.sampled_for[is_accepted]
     has_row = is_tenant[sampled_for]
@@ -140,8 +145,11 @@ def _append_tokens(
         places, is_kept = step.sampled_for[reported].tolist(), is_accepted[reported].tolist()
         # `scores` comes last, so that zip leaves those of prompts
         for place, kept, score in zip(places, is_kept, scores, strict=False):
+            request = step.requests[place]
             if kept:
-                step.requests[place].scores.append(score)
+                request.scores.append(score)
+            elif request.beams is not None and is_tenant[place] and is_finite[place]:
+                request.beams.arrive(request, score)
     requests = step.requests
     if not is_appended.all() or len(is_appended) != len(requests) or step.drafts:
         requests = list(map(requests.__getitem__, sampled_for[is_appended].tolist()))
@@ -150,6 +158,18 @@ def _append_tokens(
         request.token_ids.append(token_id)
     absorbed.sampled = list(dict.fromkeys(requests)) if step.drafts else requests
     return [requests[place] for place in np.flatnonzero(may_end).tolist()]
+
+
+def _advance_beams(state: State, step: InFlight) -> list[Request]:
+    """Advances the searches of which candidates of all beams have come. Returns the requests that
+    have answers now."""
+    answered = []
+    for place in step.sampled_for[step.reports.is_beam].tolist():
+        request = step.requests[place]
+        is_live = request.state is not RequestState.FINISHED
+        if is_live and request.beams is not None and request.beams.is_complete:
+            answered += advance_beams(state, request.beams)
+    return answered
 
 
 def _append_prompt_scores(

@@ -74,11 +74,13 @@ class Batch:
         self.tokens_left = limits.max_batch_tokens
         self.requests_left = limits.max_requests_per_batch
         self.pages_left = limits.cache_budget or sys.maxsize  # sys.maxsize = not counted
-        # Logits, and places for samples, beyond one for each row: drafts need them, and scores of
-        # prompts, unless the worker has logits for all tokens of a step.
+        # Logits, and places for samples, beyond one for each running row: newcomers and drafts need
+        # them, and scores, unless the worker has logits for all tokens of a step.
         self.logits_left = sys.maxsize
         if max_logits := state.geometry.max_logits:
-            self.logits_left = max(0, max_logits - state.rows.num_rows)
+            num_rows = state.rows.num_rows
+            assert max_logits >= num_rows, f"{max_logits} logits for {num_rows} rows"
+            self.logits_left = max_logits - (num_rows - state.rows.num_free)
         self._scores_need_logits = 0 < max_logits < limits.max_batch_tokens
         owners = state.memory.counts.owners if limits.cache_budget else []
         self._is_read = [np.zeros(len(counts), np.bool_) for counts in owners]  # [G][block]
@@ -146,9 +148,7 @@ class Batch:
         if self.state.rows.num_speculating:
             drafts = self._drafts_to_spare(rows)
             if drafts.any() and self._add_at_once(rows, ones + drafts):
-                of_rows = max(0, int(drafts.sum()) - self._logits_for_drafts)
-                self.logits_left -= int(drafts.sum()) - of_rows
-                del self.free_rows[len(self.free_rows) - of_rows :]
+                self.logits_left -= int(drafts.sum())
                 return
         if not self._add_at_once(rows, ones):
             for row in rows.tolist():
@@ -173,18 +173,19 @@ class Batch:
         self._add(Part(rows, counts, needed, np.zeros(needed.shape, np.bool_)), num_read, rows)
         return True
 
-    @property
-    def _logits_for_drafts(self) -> int:
-        return self.logits_left // 2 if self._scores_need_logits else self.logits_left
+    def _logits_to_spare(self) -> int:
+        """Those left beside the ones that the first waiting request needs to join."""
+        first = next(self.state.pending.in_order(), None)
+        kept = 0 if first is None else 1 + len(first.siblings)
+        return max(0, self.logits_left - (kept if kept <= len(self.free_rows) else 0))
 
     def _drafts_to_spare(self, rows: Int32) -> Int32:
         """Draft tokens of each decoding row that the step may verify [R]. Half of the tokens left
-        are for prompts, and half of the logits, if these need any. Drafts beyond those take the
-        places of free rows, but for those that the first waiting request needs."""
-        first = next(self.state.pending.in_order(), None)
-        kept_rows = 0 if first is None else 1 + len(first.siblings)
-        places = self._logits_for_drafts + max(0, len(self.free_rows) - kept_rows)
-        spare = min((self.tokens_left - len(rows)) // 2, places)
+        are for prompts, and half of the logits, if these need any."""
+        logits = self._logits_to_spare()
+        if self._scores_need_logits:
+            logits //= 2
+        spare = min((self.tokens_left - len(rows)) // 2, logits)
         drafts = self.state.rows.num_drafts[rows]
         spared: Int32 = np.clip(spare - (drafts.cumsum(dtype=np.int32) - drafts), 0, drafts)
         return spared
@@ -200,7 +201,7 @@ class Batch:
         count = min(self._cut(wanted, computed) if is_prompt else wanted, self.tokens_left)
         request = self.state.rows.running[row]
         if request.num_unscored and self._scores_need_logits:
-            count = self._cut_scores(request, count, computed)
+            count = _cut_scores(request, count, computed, self._logits_to_spare())
         if count == 0 or self.requests_left == 0:
             return
         rows = np.array([row], np.int32)
@@ -224,6 +225,10 @@ class Batch:
             count //= 2
         self.stalled.append(row)
 
+    def has_logits(self, request: Request) -> bool:
+        """Whether a waiting request and its siblings could sample in this step."""
+        return self.logits_left > len(request.siblings)
+
     def admit(self, candidate: Admission, wanted: int, reserved_tokens: int = 0) -> bool:
         """Tries to admit a waiting request with up to `wanted` tokens; False = it keeps waiting.
 
@@ -232,11 +237,12 @@ class Batch:
         """
         assert not self.stalled, "admission beside stalled rows"
         request, memory, computed = candidate.request, self.state.memory, candidate.num_computed
+        if self.requests_left == 0 or not self.has_logits(request):
+            return False
         count = min(self._cut(wanted, computed), self.tokens_left)
         if request.num_unscored and self._scores_need_logits:
-            count = self._cut_scores(request, count, computed)
-        if self.requests_left == 0:
-            return False
+            spare = self.logits_left - 1 - len(request.siblings)
+            count = _cut_scores(request, count, computed, spare)
         ends = [f + len(t) for f, t in zip(candidate.first_pages, candidate.tables, strict=True)]
         restored, shared = np.array(candidate.num_restored, np.int32)[:, None], candidate.shared
         while count:
@@ -251,6 +257,7 @@ class Batch:
         else:
             return False
         self.assign(candidate)
+        self.logits_left -= 1 + len(request.siblings)
         rows, counts = np.array([request.row], np.int32), np.array([count], np.int32)
         part = Part(rows, counts, needed, np.zeros(needed.shape, np.bool_))
         self._add(part, num_read, candidate)
@@ -297,21 +304,7 @@ class Batch:
         if self.prompt_time:
             self.prompt_time.spend(num_tokens, num_computed)
         if request.num_unscored and self._scores_need_logits:
-            self.logits_left -= _num_scores(request, num_tokens, num_computed)
-            self.logits_left = max(0, self.logits_left)  # one score may take the row's own logits
-
-    def _cut_scores(self, request: Request, count: int, num_computed: int) -> int:
-        """The first of `count` tokens of a prompt behind its `num_computed` for whose scores there
-        are logits left. The row's own logits are for a score if it samples nothing."""
-        excess = _num_scores(request, count, num_computed) - self.logits_left
-        if excess <= 0:
-            return count
-        if excess > 1:  # ends with the last score that fits
-            begin = max(num_computed, len(request.prompt_scores))
-            return begin - num_computed + self.logits_left + 1
-        num_known = len(request.token_ids)
-        samples = num_computed + count == num_known < request.max_total_tokens
-        return count - 1 if samples else count
+            self.logits_left -= _extra_logits(request, num_tokens, num_computed)
 
     def _num_read(self, reader: Int32 | Admission, new_blocks: Int32) -> int:
         """Pages that the step reads for a reader (running rows, or a waiting request) and for no
@@ -335,7 +328,21 @@ class Batch:
         return [blocks[first:end] for first, end in zip(start[:, 0], start[:, -1], strict=True)]
 
 
-def _num_scores(request: Request, count: int, num_computed: int) -> int:
-    """How many of a prompt's tokens are scored by `count` tokens behind its `num_computed`."""
-    begin = max(num_computed, len(request.prompt_scores))
-    return max(0, min(num_computed + count, request.num_prompt_tokens - 1) - begin)
+def _extra_logits(request: Request, count: int, num_computed: int) -> int:
+    """Logits that `count` tokens of a prompt behind its `num_computed` need beyond the row's own
+    ones, to score the prompt and perhaps to sample."""
+    begin, end = max(num_computed, len(request.prompt_scores)), num_computed + count
+    num_scores = max(0, min(end, request.num_prompt_tokens - 1) - begin)
+    samples = end == len(request.token_ids) < request.max_total_tokens
+    return max(0, num_scores + samples - 1)
+
+
+def _cut_scores(request: Request, count: int, num_computed: int, spare: int) -> int:
+    """The first of `count` tokens of a prompt behind its `num_computed` for which `spare` logits
+    suffice beside the row's own ones."""
+    excess = _extra_logits(request, count, num_computed) - spare
+    if excess <= 0:
+        return count
+    if excess == 1 and num_computed + count == len(request.token_ids) < request.max_total_tokens:
+        return count - 1  # all but the sample
+    return max(num_computed, len(request.prompt_scores)) - num_computed + spare + 1

@@ -8,8 +8,10 @@ from dataclasses import fields
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from protos.plan import NO_CANDIDATES, Int32
+from scheduler_svc.core.lock_step import fork_beams
 from scheduler_svc.core.reports import NOTHING, Reports, ScoredPrompt
 from scheduler_svc.core.request import Request, RequestState
 from scheduler_svc.core.state import InFlight, State
@@ -34,10 +36,17 @@ def launch(batch: Batch) -> InFlight | None:
     rows.computed[computed_rows] = ends
     num_known = rows.known[computed_rows] + rows.outstanding[computed_rows]
     reaches_end, has_all = ends >= num_known, num_known >= rows.limit[computed_rows]
-    sampled = (reaches_end & ~has_all).nonzero()[0]
+    new_tenants = [admission.request.row for admission in batch.admissions]
+    is_sampled = reaches_end & ~has_all
+    if rows.num_beams:
+        for place in (is_sampled & _forks_beams(state, computed_rows)).nonzero()[0].tolist():
+            leader = rows.running[int(computed_rows[place])]
+            new_tenants += [sibling.row for sibling in leader.siblings]
+            is_sampled[place] = fork_beams(state, leader)
+    sampled = is_sampled.nonzero()[0]
     sample_ends = ends[sampled]
     sampled_rows = computed_rows[sampled]
-    rows.outstanding[sampled_rows] += 1
+    rows.outstanding[sampled_rows] += ~rows.is_beam[sampled_rows]
     for row in sampled_rows[~rows.is_decoding[sampled_rows]].tolist():
         rows.is_decoding[row] = True
         rows.running[row].state = RequestState.DECODING
@@ -55,7 +64,6 @@ def launch(batch: Batch) -> InFlight | None:
         # counts down to 0 within each row
         sample_ends -= num_samples.cumsum().repeat(num_samples) - np.arange(1, len(sampled) + 1)
     sampled_for = sampled
-    new_tenants = [admission.request.row for admission in batch.admissions]
     parents = sampled[rows.will_fork[computed_rows[sampled]]].tolist()
     if parents:
         families = [_fork(state, requests[place]) for place in parents]
@@ -75,7 +83,7 @@ def launch(batch: Batch) -> InFlight | None:
         constrained = rows.is_constrained[samples].nonzero()[0]
         scored = _scored_prompts(state, step, requests)
         if scored or (candidates != NO_CANDIDATES).any():
-            reports = Reports(candidates, scored)
+            reports = Reports(candidates, scored, rows.is_beam[samples])
     rows.num_in_flight[named] += 1
     in_flight = InFlight(
         step_id=state.next_step_id,
@@ -153,6 +161,12 @@ def _scored_prompts(state: State, step: Part, requests: list[Request]) -> list[S
         if begin < end and request.state is not RequestState.FINISHED:
             scored.append(ScoredPrompt(place, begin, end, request.prompt_logprobs or 0))
     return scored
+
+
+def _forks_beams(state: State, rows: Int32) -> npt.NDArray[np.bool_]:
+    """Whether rows are to fork off the beams of a search when their tokens are computed. [R]"""
+    forks: npt.NDArray[np.bool_] = state.rows.will_fork[rows] & state.rows.is_beam[rows]
+    return forks
 
 
 def _fork(state: State, parent: Request) -> list[Request]:

@@ -32,7 +32,7 @@ def admit_waiting(batch: Batch, requests: Iterable[Request]) -> None:
         ignores_margin = batch.is_empty or request is batch.favoured
         if not (has_margin or ignores_margin):
             return
-        if request.num_in_flight:
+        if request.num_in_flight or any(sibling.num_in_flight for sibling in request.siblings):
             return  # preempted while a plan names it: a token may still arrive
         if batch.cell not in (None, state.suspects.cell_of(request)):
             return  # to overtake it before its cell's turn could starve it

@@ -18,6 +18,8 @@ from typing import Final
 
 import numpy as np
 
+from protos.plan import Int32
+from scheduler_svc.core.beams import units
 from scheduler_svc.core.memory.counts import Counts
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.state import State
@@ -49,9 +51,10 @@ def make_room(batch: Batch) -> None:
             batch.favoured = favoured
     if not victims and len(batch.active_before) > 1 and not quarantined(state):
         least_urgent = max(batch.active_before, key=_expendable)
+        unit = next(unit for unit in units(batch.active_before) if least_urgent in unit)
         most_urgent = min(request.priority for request in batch.active_before)
         if state.memory.counts.free_share() < LOW_SHARE and most_urgent < least_urgent.priority:
-            victims = [least_urgent]
+            victims = unit
     batch.preempt(victims or [])
 
 
@@ -94,10 +97,13 @@ def _fewest_victims(batch: Batch, favoured: Request) -> list[Request] | None:
     needs = _Needs(state, candidate, ending)
     rows_needed = 1 + len(favoured.siblings) - state.rows.num_free - len(ending)
     # while blocks are quarantined, earlier victims cover the need already
-    eligible = [] if quarantined(state) else [r for r in overtaken if r.row not in ending]
-    eligible.sort(key=_expendable, reverse=True)
-    num_held = {request.row: sum(map(len, tables.of_row(request.row))) for request in eligible}
-    if counts.shortfall(needs.without(eligible)) > sum(num_held.values()):
+    requests = [] if quarantined(state) else [r for r in overtaken if r.row not in ending]
+    eligible = units(sorted(requests, key=_expendable, reverse=True))
+    tables_of = {unit[0]: [tables.of_row(request.row) for request in unit] for unit in eligible}
+    num_held = {
+        first: sum(len(table) for row in held for table in row) for first, held in tables_of.items()
+    }
+    if counts.shortfall(needs.without(requests)) > sum(num_held.values()):
         return None
     chosen: list[Request] = []
     while True:
@@ -107,27 +113,41 @@ def _fewest_victims(batch: Batch, favoured: Request) -> list[Request] | None:
         if not eligible:
             return None
         victim = eligible[0]
-        if shortfall > 0 and rows_needed <= 1 + len(victim.siblings):
+        if shortfall > 0 and rows_needed <= _num_rows(victim):
             # the least urgent one that suffices alone, else the one with most blocks
             sufficient = (
-                request
-                for request in eligible
-                if num_held[request.row] >= shortfall
-                and _suffices(state, counts, needs, [*chosen, request])
+                unit
+                for unit in eligible
+                if num_held[unit[0]] >= shortfall
+                and _suffices(counts, needs, [*chosen, *unit], tables_of[unit[0]])
             )
-            victim = next(sufficient, None) or max(eligible, key=lambda r: num_held[r.row])
-        counts.give_tables(tables.of_row(victim.row))
-        rows_needed -= 1 + len(victim.siblings)
+            most = max(eligible, key=lambda unit: num_held[unit[0]])
+            victim = next(sufficient, most)
+        for held in tables_of[victim[0]]:
+            counts.give_tables(held)
+        rows_needed -= _num_rows(victim)
         eligible.remove(victim)
-        chosen.append(victim)
+        chosen += victim
 
 
-def _suffices(state: State, counts: Counts, needs: _Needs, victims: list[Request]) -> bool:
-    """Whether the last victim's blocks cover the need; `counts` has those of the others."""
-    tables = state.memory.tables.of_row(victims[-1].row)
-    counts.give_tables(tables)
+def _num_rows(unit: list[Request]) -> int:
+    """Rows that requests preempted together free, with those of siblings not yet forked off."""
+    group = unit[0].beams
+    if group is not None:
+        return len(group.members)
+    return sum(1 + len(request.siblings) for request in unit)
+
+
+def _suffices(
+    counts: Counts, needs: _Needs, victims: list[Request], tables: list[list[Int32]]
+) -> bool:
+    """Whether blocks of these victims cover the need; `tables` are those that `counts` still holds
+    as owned."""
+    for held in tables:
+        counts.give_tables(held)
     suffices = counts.fits(needs.without(victims))
-    counts.share_tables(tables)
+    for held in tables:
+        counts.share_tables(held)
     return suffices
 
 

@@ -55,7 +55,9 @@ def _why_not_the_reports(step: InFlight, result: StepResult, vocab_size: int) ->
     is_sound = result.is_finite[np.concatenate(places)] == 1
     begins = reports.sizes.cumsum() - reports.sizes
     reported, right = result.candidate_ids[begins], np.concatenate(own)
-    wrong = ((reported != right) & is_sound).nonzero()[0]
+    is_chosen = is_sound.copy()  # of a beam, no token is, and a bias may raise what it reports
+    is_chosen[: len(tokens)] &= ~reports.is_beam[tokens]
+    wrong = ((reported != right) & is_chosen).nonzero()[0]
     if len(wrong):
         return f"a report is on token {reported[wrong[0]]} where {right[wrong[0]]} was due"
     ranks, limit = result.ranks[is_sound], vocab_size or np.iinfo(np.int32).max - 1
@@ -65,7 +67,8 @@ def _why_not_the_reports(step: InFlight, result: StepResult, vocab_size: int) ->
         return f"a rank is {odd[0]}; allowed: 1 to {limit + 1}"
     is_entry_sound = is_sound.repeat(reports.sizes)
     logprobs = result.logprobs[is_entry_sound]
-    odd = logprobs[~(logprobs <= ROUNDING)]  # NaN, too
+    most = np.where(is_chosen, ROUNDING, np.inf).repeat(reports.sizes)[is_entry_sound]
+    odd = logprobs[~(logprobs <= most)]  # NaN, too
     if len(odd):
         return f"a log probability is {odd[0]}; allowed: at most 0"
     is_entry_sound[begins] = False

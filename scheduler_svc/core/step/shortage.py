@@ -1,9 +1,10 @@
 """Which requests are preempted when running rows stall for want of KV memory.
 
 The fewest victims that cover the need, newest first (least urgent first under the priority policy,
-which has more reasons to preempt: overtaking.py); never a row that the step already computes, and
-never the last active request, so the oldest always proceeds and nothing can wedge. If the blocks
-that the plans in flight are about to release suffice, the stalled rows wait for those instead: of
+which has more reasons to preempt: overtaking.py), the beams of a search together; never a row that
+the step already computes, and never the last active request, so the oldest always proceeds and
+nothing can wedge. If the blocks that the plans in flight are about to release suffice, the stalled
+rows wait for those instead: of
 requests that have ended or are about to end by length, and of victims whose blocks the worker
 copies to the swap pool beside the forward. If the last active request itself stalls, its blocks and
 those of other groups fragment each other's chunks: it is preempted once and readmitted without the
@@ -15,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from protos.plan import Int32
+from scheduler_svc.core.beams import units
 from scheduler_svc.core.memory.counts import Counts
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.state import State
@@ -35,7 +37,7 @@ def relieve(batch: Batch) -> None:
             num_tokens = rows.known[row] + rows.outstanding[row]
             batch.add_row(row, int(num_tokens - rows.computed[row]))
     is_stuck = batch.is_empty and not (victims or had_victims or batch.state.in_flight)
-    if is_stuck and len(active := batch.active) == 1:  # else a wedge: see wedge.py
+    if is_stuck and len(units(active := batch.active)) == 1:  # else a wedge: see wedge.py
         batch.preempt(active)
 
 
@@ -61,16 +63,19 @@ def _fewest_victims(batch: Batch, stalled: list[int]) -> list[Request]:
     counts, ending = counts_after_results(state)
     spared = batch.scheduled().union(ending)
     victims: list[Request] = []
-    active = batch.active
-    for request in sorted(active, key=state.policy.urgency, reverse=True):
+    candidates = units(sorted(batch.active, key=state.policy.urgency, reverse=True))
+    num_left = len(candidates)
+    for unit in candidates:
         total = [sum(blocks) for blocks in zip(*needs.values(), strict=True)]
-        if not needs or counts.fits(total) or len(victims) == len(active) - 1:
+        if not needs or counts.fits(total) or num_left == 1:
             break
-        if request.row in spared:
+        if any(request.row in spared for request in unit):
             continue
-        counts.give_tables(state.memory.tables.of_row(request.row))
-        needs.pop(request.row, None)
-        victims.append(request)
+        for request in unit:
+            counts.give_tables(state.memory.tables.of_row(request.row))
+            needs.pop(request.row, None)
+        victims += unit
+        num_left -= 1
     return victims
 
 

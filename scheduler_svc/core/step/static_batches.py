@@ -4,7 +4,8 @@ A batch is admitted whole when nothing else runs: as many waiting requests as ro
 with pages for prompt + max_tokens reserved. Its prompts are computed first, in as many steps as the
 token budget requires; then every step computes every row, ended ones included, until the last has
 ended. So it wastes what padded generation wastes, and nothing else differs from the other policies.
-Requests with siblings are refused: their blocks cannot be reserved.
+Requests with siblings are refused, as their blocks cannot be reserved, and no drafts are verified.
+All else that a request may ask for works: penalties, biases, grammars, log probabilities.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def fill_static_batch(batch: Batch) -> None:
 
 
 def _admit_batch(batch: Batch) -> None:
-    """Admits all that fit. Prompts beyond this step's token budget get their blocks now, and are
-    computed by the next steps."""
+    """Admits all that fit. Prompts beyond this step's tokens and logits get their blocks now, and
+    are computed by the next steps."""
     state, memory = batch.state, batch.state.memory
     cell = None
     for request in state.pending.in_order():
@@ -63,7 +64,7 @@ def _admit_batch(batch: Batch) -> None:
         if request.num_in_flight or cell is not state.suspects.cell_of(request):
             return
         candidate = alone(state, request)
-        if batch.tokens_left:
+        if batch.tokens_left and batch.has_logits(request):
             if not batch.admit(candidate, len(request.token_ids), request.max_total_tokens):
                 return
             continue

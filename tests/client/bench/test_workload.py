@@ -95,7 +95,13 @@ def test_files_are_read_as_they_are_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "requests", "tokens"),
-    [("mixed", 64, 5088), ("equal", 64, 4096), ("prefix", 64, 2048), ("single", 1, 128)],
+    [
+        ("mixed", 64, 5088),
+        ("equal", 64, 4096),
+        ("prefix", 64, 2048),
+        ("single", 1, 128),
+        ("copy", 24, 2508),
+    ],
 )
 def test_the_workloads_in_the_repository(name: str, requests: int, tokens: int) -> None:
     """The figures of docs/benchmarks.md are about these numbers of requests and output tokens."""
