@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from client.commands import serve
-from client.processes import launch, supervisor
+from client.processes import gateway, launch, supervisor
+from tests.support.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 EXIT_ON_ERROR = "--exit-on-model-error=true"  # else a model without a tokenizer is never ready
@@ -70,8 +72,13 @@ class Serving:
 
     def both_up(self) -> tuple[list[str], list[str]]:
         """The arguments of scheduler and worker, once both listen to signals."""
+        up = self.up(2)
+        return up["scheduler"], up["worker"]
+
+    def up(self, count: int) -> dict[str, list[str]]:
+        """The arguments of so many children, by name, once all listen to signals."""
         up: dict[str, list[str]] = {}
-        while len(up) < 2:
+        while len(up) < count:
             assert self.process.stdout is not None
             line = self.process.stdout.readline()
             assert line, f"ended early: {self.lines}"
@@ -79,7 +86,7 @@ class Serving:
             name, _, rest = line.partition(" up ")
             if rest:
                 up[name] = rest.split()
-        return up["scheduler"], up["worker"]
+        return up
 
 
 Run = Callable[..., Serving]
@@ -87,11 +94,16 @@ Run = Callable[..., Serving]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    for package, name in (("scheduler_svc", "scheduler"), ("worker", "worker")):
+    for package, module, name in (
+        ("scheduler_svc", "__main__", "scheduler"),
+        ("worker", "__main__", "worker"),
+        ("smg", "cli", "gateway"),
+        ("smg_grpc_proto", "unused", ""),
+    ):
         folder = tmp_path / "fakes" / package
         folder.mkdir(parents=True)
         (folder / "__init__.py").touch()
-        (folder / "__main__.py").write_text(CHILD.format(name=name))
+        (folder / f"{module}.py").write_text(CHILD.format(name=name))
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str, **behaviours: str) -> Serving:
@@ -152,7 +164,7 @@ def test_a_second_ctrl_c_kills(run: Run) -> None:
     serving.expect("scheduler told to stop")
     serving.process.send_signal(signal.SIGINT)
     assert serving.process.wait(20) == 130
-    assert "chairlift: killing scheduler and worker" in serving.rest()
+    assert "chairlift: killing all processes" in serving.rest()
 
 
 def test_a_worker_that_dies_comes_back(run: Run) -> None:
@@ -180,7 +192,7 @@ def test_an_end_of_the_scheduler_ends_the_worker(run: Run, code: int) -> None:
     """A worker without its scheduler would hold the device's memory for nobody."""
     serving = run(scheduler=f"exit {code}")
     line = serving.expect("chairlift: the scheduler ended")
-    assert line.endswith(f"(exit code {code}); stopping the worker")
+    assert line.endswith(f"(exit code {code}); stopping the others")
     assert serving.process.wait(20) == code
 
 
@@ -229,5 +241,67 @@ def test_help_shows_the_schedulers_options(run: Run) -> None:
     """`serve` has none of its own: without them its help would be empty."""
     serving = run("--help", scheduler="exit 0")
     assert "scheduler up --help" in serving.rest()
-    assert serving.lines[0] == "usage: chairlift serve [scheduler options]"
+    assert serving.lines[0] == (
+        "usage: chairlift serve [--gateway [--http-port PORT] [--http-host HOST]] "
+        "[scheduler options]"
+    )
     assert serving.process.wait(20) == 0
+
+
+def gateway_options() -> list[str]:
+    return ["--gateway", "--http-port", str(free_port()), "--port", "50061"]
+
+
+def test_the_gateway_stands_before_the_scheduler(run: Run) -> None:
+    """It must find the scheduler, and the scheduler must not be given its options."""
+    options = gateway_options()
+    serving = run(*options)
+    up = serving.up(3)
+    assert up["scheduler"][:4] == [EXIT_ON_ERROR, "--port", "50061", "--worker-address"]
+    line = " ".join(up["gateway"])
+    assert f"--port {options[2]} " in line
+    assert "--worker-urls grpc://127.0.0.1:50061 " in line
+    serving.process.terminate()
+    stops = [line for line in serving.rest() if "told to stop" in line]
+    assert [line.split()[0] for line in stops] == ["gateway", "scheduler", "worker"]
+    assert serving.process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("behaviours", "code"),
+    [({"gateway": "exit 3"}, 3), ({"gateway": "exit 0"}, 1), ({"scheduler": "exit 5"}, 5)],
+    ids=str,
+)
+def test_all_end_with_the_gateway_or_the_scheduler(
+    run: Run, behaviours: dict[str, str], code: int
+) -> None:
+    """A service that lost its front, or what is behind it, must not look alive."""
+    serving = run(*gateway_options(), **behaviours)
+    assert serving.process.wait(30) == code, serving.rest()
+
+
+def test_a_port_that_is_taken_is_named_before_anything_starts(run: Run) -> None:
+    """Else the model is loaded first, for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        serving = run("--gateway", "--http-port", str(port))
+        assert serving.process.wait(30) == 1
+    assert f"the gateway cannot listen on 127.0.0.1, port {port}" in "".join(serving.rest())
+
+
+def test_a_missing_gateway_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not an ImportError from a child."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(launch.LaunchError, match=r"pip install 'chairlift\[gateway\]'"):
+        gateway.gateway_line(gateway.GatewayOptions(True, free_port(), "127.0.0.1"), [])
+
+
+def test_the_gateway_finds_where_the_scheduler_listens(tmp_path: Path) -> None:
+    """Command line, then environment, then file, as for the scheduler itself."""
+    file = tmp_path / "chairlift.toml"
+    file.write_text('host = "::"\nport = 7\n')
+    config = ["--config", str(file)]
+    assert gateway.endpoint([], {}) == ("0.0.0.0", "50051")
+    assert gateway.endpoint(config, {}) == ("::", "7")
+    assert gateway.endpoint(config, {"CHAIRLIFT_PORT": "8"}) == ("::", "8")
+    assert gateway.endpoint([*config, "--port=9"], {"CHAIRLIFT_PORT": "8"}) == ("::", "9")

@@ -190,10 +190,8 @@ def test_a_tool_call_in_the_models_own_format(client: Any) -> None:
     said = r'<tool_call>\n\{"name": "weather", "arguments": \{"city": "Oslo"\}\}\n</tool_call>'
     options = {"tools": [WEATHER], "max_tokens": 200, "extra_body": {"regex": said}}
     (call,) = chat(client, **options).choices[0].message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == (
-        "weather",
-        {"city": "Oslo"},
-    )
+    expected = ("weather", {"city": "Oslo"})
+    assert (call.function.name, json.loads(call.function.arguments)) == expected
     name, arguments = "", ""
     for chunk in chat(client, **options, stream=True):
         for part in chunk.choices[0].delta.tool_calls or ():

@@ -56,8 +56,7 @@ def test_cache_events_follow_the_cache(stub: Any) -> None:
         number += 1
         assert batch.sequence_number == number
         stored += [event.stored for event in batch.events]
-    tokens = [list(one.blocks[0].token_ids) for one in stored]
-    assert sum(tokens, []) == prompt
+    assert [token for one in stored for token in one.blocks[0].token_ids] == prompt
     assert {one.blocks[0].block_size for one in stored} == {PAGE_SIZE}
     hashes = [one.blocks[0].block_hash for one in stored]
     assert len(set(hashes)) == 3

@@ -131,11 +131,12 @@ async def test_the_end_says_what_matched(edge: Edge) -> None:
 async def test_abort_ends_the_request(edge: Edge) -> None:
     """An unknown id is no error."""
     call = stub(edge).Generate(request())
-    while "a" not in edge.engine.live:
-        await asyncio.sleep(0.01)
+    arrived = asyncio.Event()
+    edge.engine.script = lambda engine, submission: arrived.set()
+    reading = asyncio.ensure_future(call.read())
+    await arrived.wait()
     await stub(edge).Abort(vllm.AbortRequest(request_ids=["a", "nobody"]))
-    *_, last = [response async for response in call]
-    assert last.complete.finish_reason == "abort"
+    assert (await reading).complete.finish_reason == "abort"
 
 
 async def test_health_follows_the_worker(edge: Edge, unready_edge: Edge) -> None:
