@@ -312,7 +312,6 @@ class State:
         if not group.holders:
             return False
         leader = group.leader = group.holders[0]
-        self.memory.prefix_cache.break_promises(leader)
         leader.token_ids = group.tokens_in_common()
         leader.history = None
         del leader.names[len(leader.token_ids) // self.memory.page_size :]
