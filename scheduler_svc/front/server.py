@@ -101,7 +101,7 @@ class Server:
         names = [INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME]
         self._ready_names = [INFERENCE]  # whose health is that of the model
         if importlib.util.find_spec("smg_grpc_proto") is not None:
-            from scheduler_svc.gateway import vllm_service
+            from scheduler_svc.front.gateway import vllm_service
 
             shared = (config, engine, self._streams, self.served, generations)
             self._ready_names.append(vllm_service.add_to(self._grpc, *shared))

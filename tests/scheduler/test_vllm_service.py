@@ -16,7 +16,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 
 from scheduler_svc.core.memory.cache_events import Cleared, RemovedBlock, StoredBlock
 from scheduler_svc.engine.events import Submission
-from scheduler_svc.gateway.cache_batches import MAX_EVENTS, batches, folded
+from scheduler_svc.front.gateway.cache_batches import MAX_EVENTS, batches, folded
 from tests.support.edge import Edge
 from tests.support.fake_engine import FakeEngine
 

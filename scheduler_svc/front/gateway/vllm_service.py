@@ -24,13 +24,13 @@ from scheduler_svc.engine.cache_feed import Subscription
 from scheduler_svc.engine.events import Delta, Finished
 from scheduler_svc.engine.views import get_cache
 from scheduler_svc.errors import NotImplementedYet
+from scheduler_svc.front.gateway.cache_batches import batches
+from scheduler_svc.front.gateway.tokenizer_archive import pieces, tokenizer_archive
+from scheduler_svc.front.gateway.vllm_requests import translated
+from scheduler_svc.front.gateway.vllm_responses import Answers
 from scheduler_svc.front.generations import Generations
 from scheduler_svc.front.served_model import ServedModel
 from scheduler_svc.front.streams import LiveStreams
-from scheduler_svc.gateway.cache_batches import batches
-from scheduler_svc.gateway.tokenizer_archive import pieces, tokenizer_archive
-from scheduler_svc.gateway.vllm_requests import translated
-from scheduler_svc.gateway.vllm_responses import Answers
 from scheduler_svc.settings.config import Config
 
 if TYPE_CHECKING:
