@@ -1,8 +1,9 @@
 """Events of the prefix cache, from the engine's thread to those who route requests by it.
 
 A subscription begins with what the cache holds, then follows every change. Nothing is recorded
-before the first subscription, so that serving without a gateway pays nothing. A subscriber that
-reads too slowly loses its backlog and begins anew.
+before the first subscription, so that serving without a gateway pays nothing; blocks that were
+stored before it are never reported. A subscriber that reads too slowly loses its backlog and begins
+anew.
 
 `forward` and `begin` belong to the engine's thread, a subscription to the event loop's.
 """

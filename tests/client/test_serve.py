@@ -242,8 +242,7 @@ def test_help_shows_the_schedulers_options(run: Run) -> None:
     serving = run("--help", scheduler="exit 0")
     assert "scheduler up --help" in serving.rest()
     assert serving.lines[0] == (
-        "usage: chairlift serve [--gateway [--http-port PORT] [--http-host HOST]] "
-        "[scheduler options]"
+        "usage: chairlift serve [--gateway] [scheduler options] [-- smg options]"
     )
     assert serving.process.wait(20) == 0
 
@@ -287,6 +286,17 @@ def test_a_port_that_is_taken_is_named_before_anything_starts(run: Run) -> None:
         serving = run("--gateway", "--http-port", str(port))
         assert serving.process.wait(30) == 1
     assert f"the gateway cannot listen on 127.0.0.1, port {port}" in "".join(serving.rest())
+
+
+def test_options_behind_two_dashes_are_the_gateways(run: Run) -> None:
+    """A tool parser is chosen there; without a gateway they would vanish."""
+    serving = run(*gateway_options(), "--", "--tool-call-parser", "json")
+    up = serving.up(3)
+    assert up["gateway"][-2:] == ["--tool-call-parser", "json"]
+    assert "--tool-call-parser" not in up["scheduler"]
+    refused = run("--", "--tool-call-parser", "json")
+    assert refused.process.wait(30) == 1
+    assert "give --gateway, too" in "".join(refused.rest())
 
 
 def test_a_missing_gateway_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

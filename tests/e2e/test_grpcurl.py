@@ -22,6 +22,7 @@ def test_list_shows_the_services(tiny_server: Server) -> None:
         "chairlift.v1.Inference",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
+        "vllm.grpc.engine.VllmEngine",
     ]
     assert "rpc Generate" in grpcurl(tiny_server.address, "describe", "chairlift.v1.Inference")
 

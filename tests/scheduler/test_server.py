@@ -71,6 +71,7 @@ async def test_reflection_lists_all_services(edge: Edge) -> None:
         "chairlift.v1.Admin",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
+        "vllm.grpc.engine.VllmEngine",
     }
     await call.done_writing()
 
