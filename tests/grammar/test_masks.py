@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from protos import link_pb2
+from scheduler_svc.core.in_flight import ConstrainedSample
 from scheduler_svc.core.request import Request, RequestState, Sampling
-from scheduler_svc.core.state import ConstrainedSample
 from scheduler_svc.engine.masks import MASK_SECONDS, NUM_THREADS, Masks
 from scheduler_svc.grammar.matcher import GrammarFailed
 
