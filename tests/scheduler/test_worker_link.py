@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import zmq.auth
 
 from protos import link_pb2
 from protos.link import PROTOCOL
-from protos.plan import StepResult, decode_plan, encode_result
+from protos.plan import RESULT_DIMENSIONS, StepResult, decode_plan, encode_result
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.request import NewRequest
 from scheduler_svc.core.scheduler import Scheduler
@@ -61,6 +62,9 @@ class Dealer:
 
     def close(self) -> None:
         self.context.destroy(linger=0)
+
+
+NOTHING: Final = [0] * len(RESULT_DIMENSIONS)
 
 
 def result_frame(counts: list[int]) -> bytes:
@@ -159,10 +163,10 @@ def test_messages_of_another_session_are_dropped(
         [b"\xff\xff\xff"],
         [b"\x1a\xff"],
         [result_frame(counts=[1]), b""],
-        [result_frame(counts=[0, 0, 0, 0])],
-        [result_frame(counts=[1, 1, 1, 0]), b"\0" * 3],
-        [result_frame(counts=[2**31 - 1] * 4), b"\0" * 16],
-        [result_frame(counts=[-1, 0, 0, 0]), b"\0" * 4],
+        [result_frame(counts=[0, *NOTHING])],
+        [result_frame(counts=[1, *NOTHING[1:]]), b"\0" * 3],
+        [result_frame(counts=[2**31 - 1] * len(NOTHING)), b"\0" * 16],
+        [result_frame(counts=[-1, *NOTHING[1:]]), b"\0" * 4],
     ],
 )
 def test_what_cannot_be_read_is_an_error_of_that_session(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import pty
 import re
@@ -35,6 +36,7 @@ class Terminal:
             **environment,
         }
         self.raw = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def __enter__(self) -> Self:
         self._ours, theirs = pty.openpty()
@@ -98,5 +100,5 @@ class Terminal:
             data = os.read(self._ours, 4096)
         except OSError:  # Linux, when the other side has closed
             return False
-        self.raw += data.decode(errors="replace")
+        self.raw += self._decoder.decode(data)  # a read may end inside a character
         return bool(data)
