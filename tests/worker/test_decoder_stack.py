@@ -15,6 +15,7 @@ from tests.support.loading import load
 from tests.support.plan_builder import with_samples
 from tests.support.runners import unfuse_model
 from tests.support.tiny_models import gemma2, gemma3, llama, olmo2, phi3, smollm3
+from worker.batch.plan_values import InvalidPlan
 from worker.cpu_layers.decoder_layer import FusedLayer, Workspace
 from worker.cpu_layers.decoder_stack import DecoderStack
 from worker.cpu_layers.fusing import fuse_model
@@ -194,7 +195,8 @@ def test_the_embedded_model_is_served_by_a_stack_over_narrow_weights(
 def test_a_token_that_is_named_often_stays_within_the_workspace(
     served: Callable[..., InProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row may have several logits; more of them than tokens once wrote behind the arrays."""
+    """A token may be named as often as the step has tokens; more of them than tokens once wrote
+    behind the arrays, and are refused."""
     guarded: dict[str, torch.Tensor] = {}
     reserve = Workspace.reserve
 
@@ -208,7 +210,9 @@ def test_a_token_that_is_named_often_stays_within_the_workspace(
     it = served(olmo2, num_threads=1)  # as many heads for keys as for queries
     monkeypatch.setattr(Workspace, "reserve", reserve_and_guard)
     plan = it.first_plan(range(3, 11))
-    it.step(with_samples(plan, logits_indices=[7] * 12, sample_logits=[0], sample_rows=[0]))
+    with pytest.raises(InvalidPlan, match="logits_indices has 12 entries; allowed: 8"):
+        it.step(with_samples(plan, logits_indices=[7] * 12, sample_logits=[0], sample_rows=[0]))
+    it.step(with_samples(plan, logits_indices=[7] * 8, sample_logits=[0], sample_rows=[0]))
     assert guarded
     for name, memory in guarded.items():
         assert (memory[len(memory) // 2 :] == 7.0).all(), f"{name} was written beyond its end"
