@@ -66,5 +66,5 @@ def test_reading_a_value_would_be_noticed() -> None:
 
     plan = plan_of_cases(cases())
     inputs = prepare_samples(plan, VOCAB, 100)
-    with pytest.raises((RuntimeError, NotImplementedError)):
+    with pytest.raises(RuntimeError):  # NotImplementedError is one
         sample_on(torch.empty(len(cases()), VOCAB, device="meta"), plan, inputs, sample=reads)
